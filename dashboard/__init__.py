@@ -1,0 +1,1 @@
+"""The chat page, its live panels and the step inspector."""

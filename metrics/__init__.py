@@ -1,0 +1,1 @@
+"""Prometheus metrics of the engine: names, observer, exporter and reader."""
