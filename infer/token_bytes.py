@@ -1,0 +1,129 @@
+"""What bytes each token id adds to a text: a table made once from a tokenizer's decoder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from infer.errors import CheckpointError
+
+_SPACE_MARK = "\u2581"  # sentencepiece writes spaces like this
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTable:
+    """Bytes of every id, and what a text loses at its start."""
+
+    tokens: tuple[bytes, ...]
+    # Spaces dropped at the start of a text; None: every space of its first token.
+    leading_spaces: int | None
+
+    def get(self, token_id: int) -> bytes:
+        """Bytes of one id; none for an id the tokenizer does not know."""
+        return self.tokens[token_id] if 0 <= token_id < len(self.tokens) else b""
+
+    def first(self, token_id: int) -> bytes:
+        """Bytes of an id that begins a text, for tokenizers where the first *token* decides."""
+        data = self.get(token_id)
+        return data.replace(b" ", b"") if self.leading_spaces is None else data
+
+    def join(self, ids: Iterable[int]) -> bytes:
+        """Bytes of a whole text."""
+        ids = iter(ids)
+        for first in ids:
+            data = self.first(first) + b"".join(map(self.get, ids))
+            return strip_spaces(data, self.leading_spaces or 0)
+        return b""
+
+
+def strip_spaces(data: bytes, limit: int) -> bytes:
+    """``data`` without its first ``limit`` spaces at most."""
+    count = len(data) - len(data.lstrip(b" "))
+    return data[min(count, limit) :]
+
+
+def byte_table(backend: Backend) -> ByteTable:
+    """The table of a tokenizer, by the rules of its decoder.
+
+    Raises:
+        CheckpointError: the decoder joins tokens in a way that has no bytes per token.
+    """
+    steps = _decoder_steps(backend)
+    kinds = [step["type"] for step in steps]
+    to_bytes = _byte_level() if "ByteLevel" in kinds else _pieces(steps)
+    vocab = backend.get_vocab(with_added_tokens=True)
+    tokens = [b""] * (1 + max(vocab.values(), default=-1))
+    for token, token_id in vocab.items():
+        tokens[token_id] = to_bytes(token)
+    leading: int | None = 0
+    for step in steps:
+        if step["type"] == "Strip":
+            leading = int(step["start"])
+        elif step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+            leading = None
+        elif step["type"] == "Spaces":
+            leading = 1
+    return ByteTable(tuple(tokens), leading)
+
+
+def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
+    """The decoder as a list of known steps."""
+    if backend.decoder is None:
+        return [{"type": "Spaces"}]  # tokens are words
+    state = json.loads(backend.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    for step in steps:
+        kind = step["type"]
+        ok = kind in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace")
+        ok = ok or (kind == "Replace" and "String" in step["pattern"])
+        ok = ok or (kind == "Strip" and step["content"] == " " and step["stop"] == 0)
+        if not ok:
+            raise CheckpointError(
+                f"the tokenizer's decoder has a step {step!r}, which has no bytes per token; "
+                "the decoders of byte-level and sentencepiece tokenizers are supported"
+            )
+    return list(steps)
+
+
+def _byte_level() -> Callable[[str], bytes]:
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others follow U+0100."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in plain]
+    # A character outside the alphabet must fail to encode: then the token is its own text.
+    table = dict.fromkeys(others, "\uffff")
+    table |= {0x100 + index: chr(byte) for index, byte in enumerate(others)}
+
+    def to_bytes(token: str) -> bytes:
+        try:
+            return token.translate(table).encode("latin-1")
+        except UnicodeEncodeError:
+            return token.encode("utf-8", "replace")
+
+    return to_bytes
+
+
+def _pieces(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
+    """Sentencepiece words, or words joined by spaces."""
+    replacements: list[tuple[str, str]] = []
+    for step in steps:
+        if step["type"] == "Metaspace":
+            replacements.append((step.get("replacement", _SPACE_MARK), " "))
+        elif step["type"] == "Replace":
+            replacements.append((step["pattern"]["String"], step["content"]))
+    prefix = b" " if any(step["type"] == "Spaces" for step in steps) else b""
+    has_bytes = any(step["type"] == "ByteFallback" for step in steps)
+
+    def to_bytes(token: str) -> bytes:
+        if has_bytes and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes((int(match[1], 16),))
+        for old, new in replacements:
+            token = token.replace(old, new)
+        return prefix + token.encode("utf-8", "replace")
+
+    return to_bytes
