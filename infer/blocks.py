@@ -1,0 +1,121 @@
+"""The block pool: which KV blocks are free, and how many sequences hold each of the others.
+
+A block is in one of three places: on the free stack; held (``ref_count`` > 0); or reusable, held by
+nobody but still indexed by the prefix cache. Functions named with a trailing "donated" in their
+docstring change the arrays of the pool they are given; ``copy`` first where the old one is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPool:
+    """Reference counts and free stack of ``num_blocks`` KV blocks."""
+
+    free: Int32  # i32[num_blocks], free[:num_free] is the stack
+    ref_count: Int32  # i32[num_blocks], sequences that hold the block
+    cached: Bool  # bool[num_blocks], the prefix index has an entry for it
+    num_free: int
+    num_reusable: int  # cached blocks with ref_count 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return int(self.free.size)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be allocated, counting the reusable ones."""
+        return self.num_free + self.num_reusable
+
+
+def make(num_blocks: int) -> BlockPool:
+    """A pool with every block free; block 0 is taken first."""
+    return BlockPool(
+        free=np.arange(num_blocks - 1, -1, -1, dtype=np.int32),
+        ref_count=np.zeros(num_blocks, np.int32),
+        cached=np.zeros(num_blocks, np.bool_),
+        num_free=num_blocks,
+        num_reusable=0,
+    )
+
+
+def copy(pool: BlockPool) -> BlockPool:
+    """A pool with arrays of its own."""
+    return replace(
+        pool, free=pool.free.copy(), ref_count=pool.ref_count.copy(), cached=pool.cached.copy()
+    )
+
+
+def take(pool: BlockPool, count: int) -> tuple[Int32, BlockPool]:
+    """Pop ``count`` blocks from the free stack, each held once. Pool donated."""
+    assert count <= pool.num_free, "take needs free blocks; evict first"
+    top = pool.num_free - count
+    taken = pool.free[top : pool.num_free][::-1].copy()
+    pool.ref_count[taken] = 1
+    return taken, replace(pool, num_free=top)
+
+
+def retain(pool: BlockPool, blocks: Int32) -> BlockPool:
+    """Hold each of ``blocks`` (distinct) once more. Pool donated."""
+    revived = int(np.count_nonzero(pool.ref_count[blocks] == 0))
+    pool.ref_count[blocks] += 1
+    return replace(pool, num_reusable=pool.num_reusable - revived)
+
+
+def release(pool: BlockPool, blocks: Int32) -> BlockPool:
+    """Give up one hold on each of ``blocks`` (repeats allowed). Pool donated.
+
+    A block nobody holds goes to the free stack, or becomes reusable when the prefix index knows it.
+    """
+    np.subtract.at(pool.ref_count, blocks, 1)
+    dead = np.unique(blocks[pool.ref_count[blocks] == 0])
+    kept = pool.cached[dead]
+    freed = dead[~kept][::-1]
+    pool.free[pool.num_free : pool.num_free + freed.size] = freed
+    return replace(
+        pool,
+        num_free=pool.num_free + freed.size,
+        num_reusable=pool.num_reusable + int(np.count_nonzero(kept)),
+    )
+
+
+def mark_cached(pool: BlockPool, block: int) -> BlockPool:
+    """The prefix index now has an entry for ``block``, which somebody holds. Pool donated."""
+    assert pool.ref_count[block] > 0, "only a held block can enter the prefix index"
+    pool.cached[block] = True
+    return pool
+
+
+def unmark_cached(pool: BlockPool, blocks: Int32) -> BlockPool:
+    """The prefix index dropped its entries for ``blocks``; those nobody holds become free. Donated."""
+    pool.cached[blocks] = False
+    freed = blocks[pool.ref_count[blocks] == 0]
+    pool.free[pool.num_free : pool.num_free + freed.size] = freed
+    return replace(
+        pool,
+        num_free=pool.num_free + freed.size,
+        num_reusable=pool.num_reusable - int(freed.size),
+    )
+
+
+def check(pool: BlockPool) -> None:
+    """Assert that every block is in exactly one place."""
+    stack = pool.free[: pool.num_free]
+    assert np.unique(stack).size == stack.size, "a block is on the free stack twice"
+    assert (pool.ref_count >= 0).all(), "a block was released more often than held"
+    assert (pool.ref_count[stack] == 0).all(), "a free block is held"
+    assert not pool.cached[stack].any(), "a free block is in the prefix index"
+    reusable = int(np.count_nonzero(pool.cached & (pool.ref_count == 0)))
+    assert reusable == pool.num_reusable, f"{reusable} reusable blocks, {pool.num_reusable} counted"
+    held = int(np.count_nonzero(pool.ref_count))
+    assert stack.size + reusable + held == pool.num_blocks, "a block leaked"

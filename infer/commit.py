@@ -1,0 +1,142 @@
+"""What a collected step means: accept its tokens, stop sequences, index and free their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from infer import sequences
+from infer.blocks import Int32
+from infer.config import Limits
+from infer.host import Host, finish_event, retire
+from infer.plan import Plan
+from infer.prefix import Draft
+from infer.schedule import register_blocks
+from infer.sequences import Objects, Sequences
+from infer.text import stop_scan
+from infer.types import FinishEvent, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The tokens a step added, and the sequences it ended. N tokens, in batch order."""
+
+    requests: Objects  # object[N], Request
+    choices: Int32  # i32[N]
+    tokens: Int32  # i32[N]
+    sampled: Int32  # i32[N], indices into the plan's sampling rows
+    finished: tuple[FinishEvent, ...]
+
+
+def commit(
+    host: Host,
+    limits: Limits,
+    plan: Plan,
+    tokens: Int32,
+    *,
+    token_bytes: Sequence[bytes] = (),
+    failed: npt.NDArray[np.bool_] | None = None,
+) -> tuple[Accepted, Host]:
+    """Apply the values of a launched step to the current host state.
+
+    Args:
+        tokens: i32[M], one for each of ``plan.sample_rows``.
+        token_bytes: id to bytes, for stop strings; empty when the model has no tokenizer.
+        failed: bool[M], rows whose logits were not numbers; they end with an error.
+
+    Rows whose epoch has changed since the launch were given up: their tokens are dropped.
+    """
+    if not plan.sample_rows.size and not plan.finished:
+        return Accepted(_NO_OBJECTS, _EMPTY, _EMPTY, _EMPTY, ()), _settled(host)
+    seqs = sequences.copy(host.seqs)
+    sampled = np.flatnonzero(seqs.epoch[plan.sample_rows] == plan.sample_epochs).astype(np.int32)
+    rows, values = plan.sample_rows[sampled], tokens[sampled].astype(np.int32)
+    bad = failed[sampled] if failed is not None else np.zeros(rows.size, np.bool_)
+    sequences.append_tokens(seqs, rows, values)
+    ended = _ended(seqs, rows, values, bad, limits, token_bytes)
+    accepted = Accepted(
+        requests=seqs.request[rows],
+        choices=seqs.choice[rows],
+        tokens=values,
+        sampled=sampled,
+        finished=(*plan.finished, *ended.values()),
+    )
+    filled = _filled(seqs, rows, limits) if limits.prefix_caching else _EMPTY
+    if not filled.size and not ended:
+        return accepted, replace(_settled(host), seqs=seqs)
+    draft = Draft.of(host.pool, host.prefix, host.step)
+    for row in filled.tolist():
+        # The last token of an ended sequence may have KV from a step launched before its end was
+        # known; leaving it out keeps the index the same however far ahead steps are launched.
+        known = int(seqs.num_tokens[row]) - (row in ended)
+        computed = min(known, int(seqs.num_cached_tokens[row]))
+        register_blocks(seqs, draft, row, computed, limits.block_size)
+    if ended:
+        retire(seqs, draft, list(ended))
+    pool, index = draft.freeze()
+    return accepted, replace(_settled(host), seqs=seqs, pool=pool, prefix=index)
+
+
+_EMPTY = np.empty(0, np.int32)
+_NO_OBJECTS = np.empty(0, np.object_)
+
+
+def _settled(host: Host) -> Host:
+    return replace(host, in_flight=host.in_flight - 1)
+
+
+def _ended(
+    seqs: Sequences,
+    rows: Int32,
+    values: Int32,
+    bad: npt.NDArray[np.bool_],
+    limits: Limits,
+    token_bytes: Sequence[bytes],
+) -> dict[int, FinishEvent]:
+    """Row -> finish event of the sequences that end with their newest token."""
+    ended: dict[int, FinishEvent] = {}
+    for row in rows[bad].tolist():
+        ended[row] = finish_event(
+            seqs, row, FinishReason.ERROR, error="the model produced logits that are not numbers"
+        )
+    may_stop = seqs.num_tokens[rows] > seqs.min_total_tokens[rows]
+    eos = np.isin(values, np.asarray(limits.defaults.eos_token_ids, np.int32))
+    for i in np.flatnonzero(may_stop & eos & seqs.stop_on_eos[rows]).tolist():
+        row = int(rows[i])
+        if row not in ended:
+            ended[row] = finish_event(seqs, row, FinishReason.STOP)
+    for i in np.flatnonzero(seqs.check_stops[rows]).tolist():
+        row, token = int(rows[i]), int(values[i])
+        stop = _own_stop(seqs, row, token, bool(may_stop[i]), token_bytes)
+        if stop is not None and row not in ended:
+            ended[row] = finish_event(seqs, row, FinishReason.STOP, stop)
+    for row in rows[seqs.num_tokens[rows] >= seqs.max_total_tokens[rows]].tolist():
+        if row not in ended:
+            ended[row] = finish_event(seqs, row, FinishReason.LENGTH)
+    return ended
+
+
+def _own_stop(
+    seqs: Sequences, row: int, token: int, may_stop: bool, token_bytes: Sequence[bytes]
+) -> str | int | None:
+    """The request's stop token or stop string that ``token`` completes. Moves the row's tail on."""
+    params = seqs.request[row].params
+    if token in params.stop_token_ids and may_stop:
+        return token
+    if not params.stop or not token_bytes:
+        return None
+    stops = tuple(text.encode("utf-8", "surrogatepass") for text in params.stop)
+    match, seqs.stop_tail[row] = stop_scan(seqs.stop_tail[row], token_bytes[token], stops)
+    if match is None or not may_stop:
+        return None
+    return params.stop[match.index]
+
+
+def _filled(seqs: Sequences, rows: Int32, limits: Limits) -> Int32:
+    """Rows that have a full block of known, computed tokens which is not in the prefix index."""
+    full = np.minimum(seqs.num_tokens[rows], seqs.num_cached_tokens[rows]) // limits.block_size
+    filled: Int32 = rows[full > seqs.num_registered[rows]]
+    return filled

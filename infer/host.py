@@ -1,0 +1,272 @@
+"""The host half of an engine's state and the transitions that need no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from infer import blocks, prefix, sequences
+from infer.blocks import BlockPool, Int32
+from infer.config import GenerationDefaults, Limits
+from infer.errors import RequestError, StateError
+from infer.prefix import Draft, PrefixIndex
+from infer.sequences import Need, Sequences, Status, Waiting, WaitingRequest
+from infer.types import FinishEvent, FinishReason, Request, SamplingParams
+
+MAX_PENALTY_SLOTS = 64  # rows of device state for penalties, bias and min_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Queue, rows, blocks and prefix index, with the marks that the next step acts on."""
+
+    waiting: Waiting
+    seqs: Sequences
+    pool: BlockPool
+    prefix: PrefixIndex
+    step: int = 0  # number of the next step
+    arrivals: int = 0  # requests ever submitted
+    in_flight: int = 0  # steps launched and not collected
+    aborts: tuple[str, ...] = field(default=())  # request ids to end at the next step
+    dirty: tuple[int, ...] = field(default=())  # rows the device has not heard of (fork, restore)
+
+
+def make(limits: Limits) -> Host:
+    """An empty host state."""
+    return Host(
+        waiting=Waiting(),
+        seqs=sequences.make(limits.max_num_seqs),
+        pool=blocks.make(limits.num_blocks),
+        prefix=prefix.make(limits.num_blocks),
+    )
+
+
+def resolve(params: SamplingParams, defaults: GenerationDefaults) -> SamplingParams:
+    """``params`` with every open field filled from the model's defaults."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    changes = {n: getattr(defaults, n) for n in names if getattr(params, n) is None}
+    if (params.top_k or 0) < 0:
+        changes["top_k"] = 0
+    return replace(params, **changes) if changes else params
+
+
+def num_slots(limits: Limits) -> int:
+    """Penalty rows the device keeps."""
+    return min(limits.max_num_seqs, MAX_PENALTY_SLOTS)
+
+
+def _refuse(request: Request, message: str, param: str) -> RequestError:
+    return RequestError(f"request {request.request_id!r}: {message}", param=param)
+
+
+def _validated(request: Request, limits: Limits) -> tuple[Request, Int32, int]:
+    """The request with resolved parameters, its tokens, and the length that ends it."""
+    params = resolve(request.params, limits.defaults)
+    length = len(request.prompt_token_ids)
+    if length >= limits.max_model_len:
+        raise _refuse(
+            request,
+            f"the prompt has {length} tokens and max_model_len is {limits.max_model_len}, "
+            "which must also hold the answer; shorten it or raise max_model_len",
+            "prompt",
+        )
+    tokens = np.asarray(request.prompt_token_ids, np.int64)
+    bad = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
+    if bad.size:
+        raise _refuse(
+            request,
+            f"token id {bad[0]} is out of range, the vocabulary has {limits.vocab_size} entries",
+            "prompt",
+        )
+    room = limits.max_model_len - length
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise _refuse(
+            request,
+            f"prompt ({length}) and max_tokens ({params.max_tokens}) exceed max_model_len "
+            f"({limits.max_model_len}) by {params.max_tokens - room}; "
+            "lower max_tokens, shorten the prompt or raise max_model_len",
+            "max_tokens",
+        )
+    if params.min_tokens > room:
+        raise _refuse(request, f"min_tokens {params.min_tokens} exceeds the {room} left", "min_tokens")
+    outside = [t for t in params.logit_bias or () if not 0 <= t < limits.vocab_size]
+    outside += [t for t in params.stop_token_ids if not 0 <= t < limits.vocab_size]
+    if outside:
+        raise _refuse(
+            request,
+            f"token id {outside[0]} in logit_bias or stop_token_ids is out of range, "
+            f"the vocabulary has {limits.vocab_size} entries",
+            "logit_bias",
+        )
+    rows = num_slots(limits) if sequences.sampling_needs(params) & Need.PENALTIES else limits.max_num_seqs
+    if params.n > rows:
+        raise _refuse(
+            request,
+            f"n is {params.n}, this engine runs at most {rows} such sequences at once; "
+            "lower n or raise max_num_seqs",
+            "n",
+        )
+    total = length + (room if params.max_tokens is None else params.max_tokens)
+    return replace(request, params=params), tokens.astype(np.int32), total
+
+
+def submit(host: Host, requests: Request | Iterable[Request], limits: Limits) -> Host:
+    """Queue ``requests``; all of them or, if one is refused, none.
+
+    Raises:
+        RequestError: a request that could never run, naming the limit it breaks.
+    """
+    batch: Sequence[Request] = [requests] if isinstance(requests, Request) else list(requests)
+    waiting, arrivals = host.waiting, host.arrivals
+    for request in batch:
+        name = request.request_id
+        if waiting.live.get(name) is not None or name in host.seqs.rows_of:
+            raise _refuse(request, "this id is in use; ids of live requests are unique", "request_id")
+        request, tokens, total = _validated(request, limits)
+        chain: tuple[bytes, ...] = ()
+        if limits.prefix_caching:
+            chain = prefix.digests(tokens, limits.block_size, request.cache_salt)
+        if request.params.seed is None:
+            seed = (limits.seed * 0x9E3779B97F4A7C15 + arrivals) % 2**63
+            request = replace(request, params=replace(request.params, seed=seed))
+        item = WaitingRequest(
+            request=request,
+            tokens=tokens,
+            digests=chain,
+            max_total_tokens=total,
+            rank=arrivals + request.priority * limits.priority_span,
+        )
+        waiting = sequences.enqueue(waiting, item)
+        arrivals += 1
+    return replace(host, waiting=waiting, arrivals=arrivals)
+
+
+def abort(host: Host, request_id: str) -> Host:
+    """Mark ``request_id`` to end at the next step. An id that is not live changes nothing."""
+    live = host.waiting.live.get(request_id) is not None or request_id in host.seqs.rows_of
+    if not live or request_id in host.aborts:
+        return host
+    return replace(host, aborts=(*host.aborts, request_id))
+
+
+def has_work(host: Host) -> bool:
+    """Whether a step would do something, or a launched one must be collected."""
+    return bool(len(host.waiting) or host.seqs.rows_of or host.in_flight)
+
+
+def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
+    """A second sequence ``new_id`` that continues from where ``request_id`` is.
+
+    It shares every block; the last partial one is copied when either first writes to it. Its noise
+    is that of the next choice index, so that a sampled fork differs from its source.
+
+    Raises:
+        StateError: the source has launched tokens that were not collected.
+        RequestError: unknown source, an id in use, or no free row.
+    """
+    rows = host.seqs.rows_of.get(request_id)
+    if rows is None:
+        raise RequestError(f"cannot fork {request_id!r}: it is not running", param="request_id")
+    if new_id in host.seqs.rows_of or host.waiting.live.get(new_id) is not None:
+        raise RequestError(f"cannot fork to {new_id!r}: this id is in use", param="request_id")
+    source = rows[0]
+    if host.seqs.num_pending[source]:
+        raise StateError(f"cannot fork {request_id!r} with a step in flight; collect it first")
+    free = np.flatnonzero(host.seqs.status == Status.FREE)
+    if not free.size:
+        raise RequestError(
+            f"cannot fork {request_id!r}: all {limits.max_num_seqs} rows are taken; "
+            "raise max_num_seqs or wait",
+            param="request_id",
+        )
+    seqs = sequences.copy(host.seqs)
+    draft = Draft.of(host.pool, host.prefix, host.step)
+    row = int(free[0])
+    slot = free_slots(seqs, limits, 1)[0] if seqs.need[source] & Need.PENALTIES else -1
+    request = replace(seqs.request[source], request_id=new_id)
+    adopt(seqs, draft, source, row, request, choice=int(seqs.choice[source]) + 1, slot=slot)
+    seqs.rank[row] = host.arrivals + request.priority * limits.priority_span
+    seqs.rows_of[new_id] = (row,)  # type: ignore[index]  # private copy
+    pool, index = draft.freeze()
+    return replace(
+        host,
+        seqs=seqs,
+        pool=pool,
+        prefix=index,
+        arrivals=host.arrivals + 1,
+        dirty=(*host.dirty, row),
+    )
+
+
+def adopt(
+    seqs: Sequences, draft: Draft, source: int, row: int, request: Request, *, choice: int, slot: int
+) -> None:
+    """Make ``row`` a twin of ``source``: same tokens and KV, blocks held once more. Donated."""
+    num_tokens, held = int(seqs.num_tokens[source]), sequences.table(seqs, source)
+    for name in (
+        "status num_prompt_tokens num_tokens num_cached_tokens num_pending max_total_tokens "
+        "min_total_tokens num_hit_tokens need rank stop_on_eos check_stops digests prefix_tail "
+        "num_registered stop_tail"
+    ).split():
+        getattr(seqs, name)[row] = getattr(seqs, name)[source]
+    seqs.choice[row] = choice
+    seqs.slot[row] = slot
+    seqs.num_preemptions[row] = 0
+    seqs.request[row] = request
+    seqs.token_ids[row] = sequences.grown(seqs.token_ids[source], num_tokens, num_tokens + 64)
+    seqs.block_table[row] = np.empty(0, np.int32)
+    seqs.num_blocks[row] = 0
+    if held.size:
+        draft.pool = blocks.retain(draft.pool, held)
+        sequences.append_blocks(seqs, row, held)
+
+
+def free_slots(seqs: Sequences, limits: Limits, count: int) -> list[int]:
+    """``count`` penalty slots that no row uses, fewer when they run out."""
+    used = set(seqs.slot.tolist())
+    return [s for s in range(num_slots(limits)) if s not in used][:count]
+
+
+def finish_event(
+    seqs: Sequences, row: int, reason: FinishReason, stop: str | int | None = None, error: str | None = None
+) -> FinishEvent:
+    """The event that says why and with which counts ``row`` ended."""
+    return FinishEvent(
+        request_id=seqs.request[row].request_id,
+        index=int(seqs.choice[row]),
+        reason=reason,
+        stop=stop,
+        num_prompt_tokens=int(seqs.num_prompt_tokens[row]),
+        num_cached_tokens=max(0, int(seqs.num_hit_tokens[row])),
+        num_generated_tokens=int(seqs.num_tokens[row] - seqs.num_prompt_tokens[row]),
+        num_preemptions=int(seqs.num_preemptions[row]),
+        error=error,
+    )
+
+
+def retire(seqs: Sequences, draft: Draft, rows: Sequence[int]) -> None:
+    """Give back the blocks and rows of ended sequences. Donated."""
+    held = [sequences.table(seqs, row) for row in rows]
+    if held:
+        draft.release(np.concatenate(held))
+    for row in rows:
+        name = seqs.request[row].request_id
+        left = tuple(r for r in seqs.rows_of[name] if r != row)
+        if left:
+            seqs.rows_of[name] = left  # type: ignore[index]  # private copy
+        else:
+            del seqs.rows_of[name]  # type: ignore[attr-defined]
+        sequences.vacate(seqs, row)
+
+
+def check(host: Host) -> None:
+    """Assert every invariant of the host state; for tests, and when an engine is idle."""
+    blocks.check(host.pool)
+    prefix.check(host.prefix, host.pool)
+    sequences.check(host.seqs)
+    held = np.zeros(host.pool.num_blocks, np.int32)
+    for row in np.flatnonzero(host.seqs.num_blocks).tolist():
+        held[sequences.table(host.seqs, row)] += 1
+    assert (held == host.pool.ref_count).all(), "reference counts and block tables differ"

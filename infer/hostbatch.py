@@ -1,0 +1,105 @@
+"""From plan to arrays: the inputs of one forward pass, on the host.
+
+Everything is vectorised segment arithmetic; only prompts, whose tokens live in per-row arrays, are
+gathered row by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from infer.blocks import Int32
+from infer.plan import Plan
+from infer.sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """One step's input in host memory. T tokens, S sequences, L logits rows, M sampling rows."""
+
+    input_ids: Int32  # i32[T], 0 where the device knows the token
+    src_rows: Int32  # i32[T], >= 0: the row whose last sampled token this is
+    positions: Int32  # i32[T]
+    slot_mapping: Int32  # i32[T], block * block_size + offset
+    seq_rows: Int32  # i32[S]
+    cu_seqlens_q: Int32  # i32[S + 1]
+    context_lens: Int32  # i32[S], KV positions once this step has written its own
+    logits_rows: Int32  # i32[L], tokens that need logits; the sampling sequences' come first
+    sample_logits: Int32  # i32[M], index into logits_rows
+    sample_rows: Int32  # i32[M]
+    sample_positions: Int32  # i32[M], position of the token to be sampled
+    num_decode: int  # sequences with one position: the first of S
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions to compute."""
+        return int(self.input_ids.size)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch."""
+        return int(self.seq_rows.size)
+
+
+def build(plan: Plan, seqs: Sequences) -> HostBatch:
+    """Arrays for ``plan``, from the host state its ``schedule`` returned."""
+    q_lens, cached = plan.num_scheduled, plan.num_cached
+    cu_seqlens_q = np.zeros(q_lens.size + 1, np.int32)
+    np.cumsum(q_lens, out=cu_seqlens_q[1:])
+    segment = np.repeat(np.arange(q_lens.size, dtype=np.int32), q_lens)
+    offset = np.arange(cu_seqlens_q[-1], dtype=np.int32) - cu_seqlens_q[:-1][segment]
+    positions = offset + cached[segment]
+    context_lens = cached + q_lens
+    return HostBatch(
+        **_inputs(plan, seqs, positions, cu_seqlens_q),
+        positions=positions,
+        seq_rows=plan.rows,
+        cu_seqlens_q=cu_seqlens_q,
+        context_lens=context_lens,
+        logits_rows=_logits_rows(plan, cu_seqlens_q),
+        sample_logits=plan.sample_seqs,
+        sample_rows=plan.sample_rows,
+        sample_positions=context_lens[plan.samples][plan.sample_seqs],
+        num_decode=plan.num_decode,
+        max_seqlen_q=int(q_lens.max(initial=0)),
+        max_seqlen_k=int(context_lens.max(initial=0)),
+    )
+
+
+def _inputs(
+    plan: Plan, seqs: Sequences, positions: Int32, cu_seqlens_q: Int32
+) -> dict[str, Int32]:
+    size, n = plan.block_size, plan.num_decode
+    total = positions.size
+    input_ids = np.zeros(total, np.int32)
+    src_rows = np.full(total, -1, np.int32)
+    slot_mapping = np.empty(total, np.int32)
+    rows = plan.rows[:n]
+    slot_mapping[:n] = seqs.last_block[rows] * size + positions[:n] % size
+    generated = positions[:n] >= seqs.num_prompt_tokens[rows]
+    src_rows[:n][generated] = rows[generated]
+    for i in np.flatnonzero(~generated).tolist():
+        input_ids[i] = seqs.token_ids[rows[i]][positions[i]]
+    for i in range(n, plan.rows.size):
+        start, end = int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1])
+        cached, row = int(plan.num_cached[i]), int(plan.rows[i])
+        input_ids[start:end] = seqs.token_ids[row][cached : cached + end - start]
+        at = positions[start:end]
+        slot_mapping[start:end] = plan.tables[i][at // size] * size + at % size
+    return {"input_ids": input_ids, "src_rows": src_rows, "slot_mapping": slot_mapping}
+
+
+def _logits_rows(plan: Plan, cu_seqlens_q: Int32) -> Int32:
+    """Last tokens of the sampling sequences, then every token of those with prompt_logprobs."""
+    last: Int32 = cu_seqlens_q[1:][plan.samples] - 1
+    if not plan.prompt_logprobs.size:
+        return last
+    spans = [
+        np.arange(cu_seqlens_q[i], cu_seqlens_q[i + 1], dtype=np.int32)
+        for i in plan.prompt_logprobs.tolist()
+    ]
+    return np.concatenate([last, *spans])

@@ -1,0 +1,418 @@
+"""Which sequences run in the next step, with how many positions and on which blocks.
+
+``schedule`` is pure: it works on copies and returns a plan and the host state after the launch.
+Decodes come first, one position each; the rest of the token budget goes to prompts by rank, in
+chunks. When blocks run out, the highest rank gives its blocks back and recomputes later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from infer import sequences
+from infer.blocks import Int32
+from infer.config import Limits
+from infer.host import Host, adopt, finish_event, free_slots, retire
+from infer.plan import Plan
+from infer.prefix import Draft, Entry, digests
+from infer.sequences import Need, Sequences, Status, WaitingRequest
+from infer.types import FinishEvent, FinishReason
+
+_EMPTY = np.empty(0, np.int32)
+MAX_DEFERRED = 64  # requests a step looks past because their prefix is being computed
+WATERMARK_SHARE = 100  # admissions leave 1/100 of the pool to sequences that are growing
+
+
+@dataclass(slots=True)
+class _Round:
+    """One call's working copies and what it has decided so far."""
+
+    seqs: Sequences
+    draft: Draft
+    limits: Limits
+    budget: int
+    rows: list[int] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    deltas: list[tuple[Int32, Int32, Int32]] = field(default_factory=list)  # rows, columns, blocks
+    starts: list[int] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)  # left the queue
+    preempted: list[str] = field(default_factory=list)
+    finished: list[FinishEvent] = field(default_factory=list)
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    stalled: bool = False
+
+
+def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
+    """Decide the next step. Lengths in the returned state are those after its launch."""
+    r = _Round(
+        seqs=sequences.copy(host.seqs),
+        draft=Draft.of(host.pool, host.prefix, host.step),
+        limits=limits,
+        budget=limits.max_num_batched_tokens,
+    )
+    gone = _apply_aborts(r, host)
+    waiting = sequences.withdraw(host.waiting, gone)
+    _introduce(r, host.dirty)
+    decode = _schedule_decodes(r, host.in_flight > 0)
+    if not r.stalled:
+        _schedule_prompts(r, waiting)
+        if not r.rows and not r.taken:
+            _unblock(r, waiting, host.in_flight > 0)
+    plan = _advance(r, host.step, decode)
+    pool, index = r.draft.freeze()
+    return plan, replace(
+        host,
+        waiting=sequences.withdraw(waiting, r.taken),
+        seqs=r.seqs,
+        pool=pool,
+        prefix=index,
+        step=host.step + 1,
+        in_flight=host.in_flight + 1,
+        aborts=(),
+        dirty=(),
+    )
+
+
+def _apply_aborts(r: _Round, host: Host) -> list[str]:
+    """End the marked requests; returns those that were still waiting."""
+    gone = []
+    for name in host.aborts:
+        rows = r.seqs.rows_of.get(name)
+        if rows is not None:
+            r.finished += [finish_event(r.seqs, row, FinishReason.ABORT) for row in rows]
+            retire(r.seqs, r.draft, rows)
+        elif (item := host.waiting.live.get(name)) is not None:
+            gone.append(name)
+            r.finished += [
+                FinishEvent(name, i, FinishReason.ABORT, num_prompt_tokens=item.tokens.size)
+                for i in range(item.request.params.n)
+            ]
+    return gone
+
+
+def _introduce(r: _Round, rows: tuple[int, ...]) -> None:
+    """Send the device everything about rows that came from outside a step."""
+    for row in rows:
+        if r.seqs.status[row] != Status.FREE:
+            r.starts.append(row)
+            _upload_table(r, row, 0)
+
+
+def _upload_table(r: _Round, row: int, start: int) -> None:
+    """Send the device the entries of a row's block table from column ``start`` on."""
+    new = sequences.table(r.seqs, row)[start:]
+    columns = np.arange(start, start + new.size, dtype=np.int32)
+    r.deltas.append((np.full(new.size, row, np.int32), columns, new))
+
+
+def _schedule_decodes(r: _Round, in_flight: bool) -> int:
+    """Give every sequence that lacks one position its step; returns how many."""
+    s, size = r.seqs, r.limits.block_size
+    while True:
+        total = s.num_total
+        ready = (
+            (s.status == Status.RUNNING)
+            & (total - s.num_cached_tokens == 1)
+            & (total < s.max_total_tokens)
+        )
+        rows = np.flatnonzero(ready).astype(np.int32)
+        grows = s.num_cached_tokens[rows] == s.num_blocks[rows] * size
+        shared = ~grows & (r.draft.pool.ref_count[s.last_block[rows]] > 1)
+        if r.draft.reserve(int(np.count_nonzero(grows) + np.count_nonzero(shared))):
+            break
+        if in_flight:
+            r.stalled = True
+            return 0
+        _preempt_last(r)
+    for row in rows[shared].tolist():
+        _own_tail(r, row)
+    growing = rows[grows]
+    if growing.size:
+        columns = s.num_blocks[growing]
+        new = r.draft.take(growing.size)
+        sequences.append_block_each(s, growing, new)
+        r.deltas.append((growing, columns, new))
+    r.rows = rows.tolist()
+    r.chunks = [1] * rows.size
+    r.budget -= rows.size
+    return int(rows.size)
+
+
+def _own_tail(r: _Round, row: int) -> None:
+    """Before a write into a partial block that others hold too: copy it. One was reserved."""
+    old = int(r.seqs.last_block[row])
+    if r.draft.pool.ref_count[old] == 1:
+        return  # the other holders have just taken copies
+    new = r.draft.take(1)
+    r.draft.release(np.array([old], np.int32))
+    sequences.replace_last_block(r.seqs, row, int(new[0]))
+    r.copies.append((old, int(new[0])))
+    _upload_table(r, row, int(r.seqs.num_blocks[row]) - 1)
+
+
+def _preempt_last(r: _Round) -> None:
+    """The running sequence of the highest rank gives its blocks back and keeps its tokens."""
+    s = r.seqs
+    holders = np.flatnonzero(s.num_blocks > 0)
+    assert holders.size, "the pool holds at least one sequence of max_model_len"
+    row = int(holders[np.lexsort((holders, s.rank[holders]))[-1]])
+    r.draft.release(sequences.table(s, row))
+    s.status[row] = Status.PREEMPTED
+    s.num_cached_tokens[row] = s.num_blocks[row] = s.num_registered[row] = 0
+    s.num_preemptions[row] += 1
+    s.prefix_tail[row] = None
+    s.block_table[row] = np.empty(0, np.int32)
+    r.preempted.append(s.request[row].request_id)
+
+
+def _candidates(
+    r: _Round, waiting: sequences.Waiting
+) -> Iterator[tuple[int, int, WaitingRequest | None]]:
+    """(rank, row or -1, waiting request or None) of everything that needs a prompt computed."""
+    s = r.seqs
+    total = s.num_total
+    partial = (s.status == Status.RUNNING) & (total - s.num_cached_tokens > 1)
+    rows = np.flatnonzero(partial | (s.status == Status.PREEMPTED))
+    rows = rows[np.lexsort((rows, s.rank[rows]))]
+    admitted = [(int(s.rank[row]), int(row), None) for row in rows]
+    queued = ((w.rank, -1, w) for w in waiting.by_rank())
+    return heapq.merge(admitted, queued, key=lambda c: c[0])
+
+
+def _schedule_prompts(r: _Round, waiting: sequences.Waiting) -> None:
+    """Spend the rest of the budget on prompts, by rank; the first that does not fit ends it."""
+    s, size = r.seqs, r.limits.block_size
+    partial = (s.status == Status.RUNNING) & (s.num_total - s.num_cached_tokens > 1)
+    promised = int((-(-s.num_total[partial] // size) - s.num_blocks[partial]).sum())
+    deferred = 0
+    for _, row, item in _candidates(r, waiting):
+        if r.budget == 0 or deferred == MAX_DEFERRED:
+            return
+        if row >= 0 and s.status[row] == Status.RUNNING:
+            promised -= int(-(-s.num_total[row] // size) - s.num_blocks[row])
+        else:
+            if item is not None and not _has_rows(r, item):
+                return
+            entries, later = _lookup(r, row, item)
+            if later:
+                deferred += 1
+                continue
+            if not _fits(r, row, item, entries, promised):
+                return
+            row = _admit(r, row, item, entries)
+        chunk = _chunk(r, row)
+        if chunk == 0:
+            return
+        r.rows.append(row)
+        r.chunks.append(chunk)
+        r.budget -= chunk
+        promised += int(-(-s.num_total[row] // size) - s.num_blocks[row])
+
+
+def _has_rows(r: _Round, item: WaitingRequest) -> bool:
+    n = item.request.params.n
+    if np.count_nonzero(r.seqs.status == Status.FREE) < n:
+        return False
+    needs_slot = sequences.sampling_needs(item.request.params) & Need.PENALTIES
+    return not needs_slot or len(free_slots(r.seqs, r.limits, n)) == n
+
+
+def _lookup(r: _Round, row: int, item: WaitingRequest | None) -> tuple[list[Entry], bool]:
+    """Prefix entries for an admission. At least one position is left to compute."""
+    if item is not None:
+        tokens, chain, request = item.tokens, item.digests, item.request
+    else:
+        tokens = sequences.tokens(r.seqs, row)
+        chain, request = r.seqs.digests[row], r.seqs.request[row]
+    if not r.limits.prefix_caching or request.params.prompt_logprobs is not None:
+        return [], False
+    limit = (tokens.size - 1) // r.limits.block_size
+    return r.draft.match(chain, tokens, r.limits.block_size, request.cache_salt, limit)
+
+
+def _fits(
+    r: _Round, row: int, item: WaitingRequest | None, entries: list[Entry], promised: int
+) -> bool:
+    """Whether all known tokens of an admission have room beside what was promised before."""
+    length = item.tokens.size if item is not None else int(r.seqs.num_tokens[row])
+    needed = -(-length // r.limits.block_size) - len(entries)
+    revived = sum(r.draft.pool.ref_count[e.block] == 0 for e in entries)
+    spare = r.draft.pool.num_available - revived - promised
+    busy = bool(r.rows) or bool((r.seqs.num_blocks > 0).any())
+    watermark = max(1, r.limits.num_blocks // WATERMARK_SHARE) if busy else 0
+    return bool(needed + watermark <= spare)
+
+
+def _admit(
+    r: _Round, row: int, item: WaitingRequest | None, entries: list[Entry]
+) -> int:
+    """Give a waiting request its rows, or a preempted sequence its blocks again."""
+    s, size = r.seqs, r.limits.block_size
+    if item is not None:
+        row = _place(r, item)
+    hit = len(entries) * size
+    s.status[row] = Status.RUNNING
+    if r.limits.prefix_caching:
+        r.prefix_queries += int(s.num_tokens[row])
+        r.prefix_hits += hit
+    if s.num_hit_tokens[row] < 0:
+        s.num_hit_tokens[row] = hit
+    s.num_cached_tokens[row] = hit
+    s.num_registered[row] = len(entries)
+    if entries:
+        sequences.append_blocks(s, row, r.draft.use(entries))
+        s.prefix_tail[row] = entries[-1]
+        _upload_table(r, row, 0)
+    return row
+
+
+def _place(r: _Round, item: WaitingRequest) -> int:
+    s, request = r.seqs, item.request
+    n = request.params.n
+    rows = np.flatnonzero(s.status == Status.FREE)[:n].tolist()
+    slots = [-1] * n
+    if sequences.sampling_needs(request.params) & Need.PENALTIES:
+        slots = free_slots(s, r.limits, n)
+    for choice, row in enumerate(rows):
+        sequences.place(
+            s,
+            row,
+            request,
+            item.tokens,
+            choice=choice,
+            rank=item.rank,
+            max_total_tokens=item.max_total_tokens,
+            digests=item.digests,
+            slot=slots[choice],
+            status=Status.RESERVED,
+        )
+    s.rows_of[request.request_id] = tuple(rows)  # type: ignore[index]  # private copy
+    r.taken.append(request.request_id)
+    r.admitted.append(request.request_id)
+    r.starts += rows
+    return int(rows[0])
+
+
+def _chunk(r: _Round, row: int) -> int:
+    """Allocate for as many positions of ``row`` as budget and pool allow; returns how many."""
+    s, size = r.seqs, r.limits.block_size
+    cached, held = int(s.num_cached_tokens[row]), int(s.num_blocks[row])
+    todo = int(s.num_total[row]) - cached
+    if cached < held * size and r.draft.pool.ref_count[s.last_block[row]] > 1:
+        if not r.draft.reserve(1):
+            return 0
+        _own_tail(r, row)
+    room = (held + r.draft.pool.num_available) * size - cached
+    chunk = min(r.budget, todo, room)
+    count = -(-(cached + chunk) // size) - held
+    if count > 0:
+        assert r.draft.reserve(count), "the chunk was cut to what is available"
+        sequences.append_blocks(s, row, r.draft.take(count))
+        _upload_table(r, row, held)
+    return chunk
+
+
+def _unblock(r: _Round, waiting: sequences.Waiting, in_flight: bool) -> None:
+    """Nothing could run although prompts are half computed: they hold each other's blocks."""
+    while not r.rows and np.count_nonzero(r.seqs.num_blocks > 0) > 1:
+        if in_flight:
+            r.stalled = True
+            return
+        _preempt_last(r)
+        _schedule_prompts(r, waiting)
+
+
+def _advance(r: _Round, step: int, num_decode: int) -> Plan:
+    """Move lengths past the launch, index the prompts' blocks, and write the plan down."""
+    s = r.seqs
+    rows = np.array(r.rows, np.int32)
+    chunks = np.array(r.chunks, np.int32)
+    known, cached = s.num_total[rows], s.num_cached_tokens[rows]
+    s.num_cached_tokens[rows] += chunks
+    complete = cached + chunks == known
+    samples = np.flatnonzero(complete).astype(np.int32)
+    s.num_pending[rows[complete]] += 1
+    if r.limits.prefix_caching:
+        for row in r.rows[num_decode:]:
+            register_blocks(s, r.draft, row, int(s.num_cached_tokens[row]), r.limits.block_size)
+    plan_tables = s.block_table[rows]
+    sample_seqs, sample_rows = _sampling_rows(r, rows, samples)
+    need = Need(int(np.bitwise_or.reduce(s.need[sample_rows], initial=0)))
+    wants_prompt = (s.need[rows] & Need.PROMPT_LOGPROBS > 0) & (cached < s.num_prompt_tokens[rows])
+    first = s.num_tokens[rows] == s.num_prompt_tokens[rows]
+    deltas = [np.concatenate(part) for part in zip(*r.deltas, strict=True)] or [_EMPTY] * 3
+    return Plan(
+        step=step,
+        rows=rows,
+        num_known=known,
+        num_cached=cached,
+        num_scheduled=chunks,
+        samples=samples,
+        sample_seqs=sample_seqs,
+        sample_rows=sample_rows,
+        sample_epochs=s.epoch[sample_rows],
+        prompt_logprobs=np.flatnonzero(wants_prompt & first).astype(np.int32),
+        copies=np.array(r.copies, np.int32).reshape(-1, 2),
+        table_rows=deltas[0],
+        table_columns=deltas[1],
+        table_blocks=deltas[2],
+        starts=np.array(r.starts, np.int32),
+        need=need,
+        num_decode=num_decode,
+        requests=s.request[rows],
+        choices=s.choice[rows],
+        tables=plan_tables,
+        block_size=r.limits.block_size,
+        admitted=tuple(r.admitted),
+        preempted=tuple(r.preempted),
+        finished=tuple(r.finished),
+        prefix_queries=r.prefix_queries,
+        prefix_hits=r.prefix_hits,
+        stalled=r.stalled,
+    )
+
+
+
+def _sampling_rows(r: _Round, rows: Int32, samples: Int32) -> tuple[Int32, Int32]:
+    """Rows that receive a token. A prompt's further choices join when it is complete."""
+    s = r.seqs
+    targets = rows[samples]
+    if not (s.status == Status.RESERVED).any():
+        return np.arange(samples.size, dtype=np.int32), targets
+    seqs_out: list[int] = []
+    rows_out: list[int] = []
+    for i, row in enumerate(targets.tolist()):
+        group = [row]
+        for twin in s.rows_of[s.request[row].request_id]:
+            if s.status[twin] == Status.RESERVED:
+                slot, choice = int(s.slot[twin]), int(s.choice[twin])
+                adopt(s, r.draft, row, twin, s.request[row], choice=choice, slot=slot)
+                _upload_table(r, twin, 0)
+                group.append(twin)
+        seqs_out += [i] * len(group)
+        rows_out += group
+    return np.array(seqs_out, np.int32), np.array(rows_out, np.int32)
+
+
+def register_blocks(s: Sequences, draft: Draft, row: int, num_computed: int, size: int) -> None:
+    """Index the full blocks of ``row`` whose KV and token values exist. Donated."""
+    full = min(num_computed, int(s.num_tokens[row])) // size
+    start = int(s.num_registered[row])
+    if full <= start:
+        return
+    known, chain, parent = sequences.tokens(s, row), s.digests[row], s.prefix_tail[row]
+    held, salt = s.block_table[row], s.request[row].cache_salt
+    if len(chain) < full:
+        s.digests[row] = chain = digests(known[: full * size], size, salt, chain)
+    for i in range(start, full):
+        part = known[i * size : (i + 1) * size]
+        parent = draft.register(int(held[i]), chain[i], parent, part, salt)
+    s.prefix_tail[row] = parent
+    s.num_registered[row] = full
