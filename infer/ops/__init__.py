@@ -1,0 +1,89 @@
+"""The stages of a decoder layer that differ by backend, as one value that is passed around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from infer.batch import AttentionMeta
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The static numbers of every layer of one model on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float  # of every RMSNorm
+    sliding_window: int | None  # positions a query sees, itself included; None: all
+
+    @property
+    def scale(self) -> float:
+        """Factor on attention scores, 1 / sqrt(head_dim)."""
+        return float(self.head_dim**-0.5)
+
+
+class QKNormRopeStore(Protocol):
+    """Normalise q and k by head (when given norms), rotate them, store k and v; return q.
+
+    ``qkv`` is ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``. Writes token t's k and v
+    to slot ``slot_mapping[t]`` of the caches and mutates nothing else; returns a fresh
+    ``[num_tokens, num_heads, head_dim]``.
+    """
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        step: Any,
+        shape: LayerShape,
+    ) -> Tensor: ...
+
+
+class Attention(Protocol):
+    """Attend from q ``[num_tokens, num_heads, head_dim]`` over pages; only reads.
+
+    Returns ``[num_tokens, num_heads * head_dim]``. Rows of tokens that belong to no sequence
+    (padding) hold anything finite.
+    """
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, step: Any, shape: LayerShape
+    ) -> Tensor: ...
+
+
+class Prepare(Protocol):
+    """Work out once a step what every layer needs: the ``step`` the other functions receive.
+
+    Its type is the backend's own affair: a value that torch.compile can take as an argument where
+    the backend is compiled, so tensors of stable rank and no Python number that changes.
+    ``k_cache`` is any layer's, for its block size and dtype.
+    """
+
+    def __call__(
+        self, meta: AttentionMeta, cos_sin: Tensor, k_cache: Tensor, shape: LayerShape
+    ) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """A backend: what ``infer.models.decoder`` is written in."""
+
+    name: str
+    cos_sin: Tensor  # f32[positions, head_dim] of infer.rope, on the model's device
+    prepare: Prepare
+    # linear(x [T, in], weight [out, in], bias | None) -> [T, out]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    # add_rms_norm(x, residual | None, weight, eps) -> (normed sum, sum)
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+    qk_norm_rope_store: QKNormRopeStore
+    attention: Attention
+    silu_mul: Callable[[Tensor], Tensor]  # [T, 2I], gate then up -> [T, I]
