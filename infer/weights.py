@@ -156,9 +156,7 @@ def local_config(cfg: ModelConfig, tp: TP) -> ModelConfig:
 def vocab_range(cfg: ModelConfig, tp: TP) -> range:
     """Vocabulary ids whose embedding and logits this rank holds, in row order, without padding."""
     share = _share(cfg.vocab_size, tp.size, 1)
-    return range(
-        min(tp.rank * share, cfg.vocab_size), min((tp.rank + 1) * share, cfg.vocab_size)
-    )
+    return range(min(tp.rank * share, cfg.vocab_size), min((tp.rank + 1) * share, cfg.vocab_size))
 
 
 def _share(size: int, parts: int, multiple: int) -> int:
@@ -363,7 +361,6 @@ def materialize(
             if progress is not None:
                 progress(param.num_bytes)
     return tensors
-
 
 
 def weight_bytes(cfg: ModelConfig, dtype: torch.dtype, tp: TP | None = None) -> int:
