@@ -1,0 +1,266 @@
+"""A deterministic engine of the step API's shape, whose next tokens are a function of the prompt.
+
+Choice ``i`` of a prompt continues with ``next_token(last, i)``. Tests can hold its steps, fail one,
+and look at what it still has open.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from infer.client import Engine
+from infer.engineloop import Transitions
+from infer.errors import RequestError
+from infer.types import (
+    EngineInfo,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Logprob,
+    PromptLogprobsEvent,
+    Request,
+    StepStats,
+    TokenEvent,
+)
+
+VOCAB = 512
+MAX_LEN = 4096
+MAX_SEQS = 8
+
+
+def next_token(last: int, index: int) -> int:
+    """The token the fake engine generates after ``last``, in printable byte range."""
+    return 97 + (last + 1 + index) % 26
+
+
+def expected(prompt: Iterable[int], count: int, index: int = 0) -> list[int]:
+    """The first ``count`` tokens of choice ``index``."""
+    last = list(prompt)[-1]
+    tokens = []
+    for _ in range(count):
+        last = next_token(last, index)
+        tokens.append(last)
+    return tokens
+
+
+@dataclass(frozen=True)
+class Sequence:
+    request: Request
+    index: int
+    tokens: tuple[int, ...] = ()
+    launched: int = 0
+
+    @property
+    def limit(self) -> int:
+        return self.request.params.max_tokens or 64
+
+
+@dataclass(frozen=True)
+class State:
+    waiting: tuple[Sequence, ...] = ()
+    running: tuple[Sequence, ...] = ()
+    aborted: tuple[Sequence, ...] = ()
+    step: int = 0
+    in_flight: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    events: tuple[Event, ...]
+    stats: StepStats
+
+
+class Gate:
+    """Lets steps through: all of them while open, else as many as were allowed."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self._condition = threading.Condition()
+        self._open = is_open
+        self._allowed = 0
+        self._failure: Exception | None = None
+
+    def open(self) -> None:
+        with self._condition:
+            self._open = True
+            self._condition.notify_all()
+
+    def allow(self, steps: int) -> None:
+        with self._condition:
+            self._allowed += steps
+            self._condition.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """The next step raises ``error``."""
+        with self._condition:
+            self._failure = error
+            self._condition.notify_all()
+
+    def step(self) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: self._open or self._allowed > 0 or self._failure)
+            if self._failure is not None:
+                raise self._failure
+            if not self._open:
+                self._allowed -= 1
+
+
+@dataclass
+class FakeModel:
+    gate: Gate = field(default_factory=Gate)
+    states: list[State] = field(default_factory=list)  # the latest state, for tests to look at
+
+
+def _submit(state: State, request: Request) -> State:
+    if max(request.prompt_token_ids) >= VOCAB:
+        raise RequestError("token id out of range", param="prompt")
+    if len(request.prompt_token_ids) >= MAX_LEN:
+        raise RequestError(f"the prompt is longer than {MAX_LEN}", param="prompt")
+    if request.cache_salt == "submit-bug":
+        raise ZeroDivisionError("a bug in submit")
+    new = tuple(Sequence(request, i) for i in range(request.params.n))
+    return replace(state, waiting=state.waiting + new)
+
+
+def _abort(state: State, request_id: str) -> State:
+    def split(group: tuple[Sequence, ...]) -> tuple[tuple[Sequence, ...], tuple[Sequence, ...]]:
+        gone = tuple(s for s in group if s.request.request_id == request_id)
+        return tuple(s for s in group if s not in gone), gone
+
+    waiting, gone_waiting = split(state.waiting)
+    running, gone_running = split(state.running)
+    aborted = state.aborted + gone_waiting + gone_running
+    return replace(state, waiting=waiting, running=running, aborted=aborted)
+
+
+def _has_work(state: State) -> bool:
+    return bool(state.waiting or state.running or state.aborted or state.in_flight)
+
+
+def _launch(model: FakeModel, state: State) -> tuple[State, Any]:
+    model.gate.step()
+    room = MAX_SEQS - len(state.running)
+    admitted, waiting = state.waiting[:room], state.waiting[room:]
+    rows = tuple(
+        replace(s, launched=s.launched + 1) for s in state.running + admitted
+    )
+    ticket = (
+        tuple((s.request.request_id, s.index) for s in rows),
+        tuple(dict.fromkeys(s.request.request_id for s in admitted)),
+    )
+    state = replace(
+        state,
+        waiting=waiting,
+        running=rows,
+        step=state.step + 1,
+        in_flight=state.in_flight + 1,
+    )
+    return state, ticket
+
+
+def _collect(model: FakeModel, state: State, ticket: Any) -> tuple[State, Report]:
+    launched, admitted = ticket
+    events: list[Event] = []
+    for sequence in state.aborted:
+        events.append(_finish(sequence, FinishReason.ABORT))
+    running = []
+    for sequence in state.running:
+        request, index = sequence.request, sequence.index
+        if (request.request_id, index) not in launched:
+            running.append(sequence)
+            continue
+        params = request.params
+        if not sequence.tokens and params.prompt_logprobs is not None and index == 0:
+            own = [
+                (Logprob(t, -1.0, 1), (Logprob(t, -1.0, 1), Logprob(98, -2.0, 2))[: params.prompt_logprobs])
+                for t in request.prompt_token_ids[1:]
+            ]
+            events.append(PromptLogprobsEvent(request.request_id, tuple(own)))
+        last = sequence.tokens[-1] if sequence.tokens else request.prompt_token_ids[-1]
+        token = next_token(last, index)
+        sequence = replace(sequence, tokens=(*sequence.tokens, token))
+        logprob, top = None, ()
+        if params.logprobs is not None:
+            logprob = Logprob(token, -0.5, 1)
+            top = (logprob, Logprob(65, -1.5, 2), Logprob(66, -2.5, 3))[: params.logprobs]
+        events.append(TokenEvent(request.request_id, index, token, logprob, top))
+        text = bytes(sequence.tokens).decode("latin-1")
+        stop = next((s for s in params.stop if s in text), None)
+        stop = stop or next((t for t in params.stop_token_ids if t == token), None)
+        if stop is not None:
+            events.append(_finish(sequence, FinishReason.STOP, stop))
+        elif len(sequence.tokens) >= sequence.limit:
+            events.append(_finish(sequence, FinishReason.LENGTH))
+        else:
+            running.append(sequence)
+    state = replace(
+        state, running=tuple(running), aborted=(), in_flight=state.in_flight - 1
+    )
+    model.states[:] = [state]
+    stats = StepStats(
+        step=state.step,
+        time=time.monotonic(),
+        num_running=len(running),
+        num_waiting=len(state.waiting),
+        num_prefill_tokens=0,
+        num_decode_tokens=len(launched),
+        num_sequences=len(launched),
+        num_generated_tokens=sum(isinstance(e, TokenEvent) for e in events),
+        num_preempted=0,
+        num_blocks=64,
+        num_free_blocks=64 - len(running),
+        num_cached_blocks=0,
+        prefix_queries=0,
+        prefix_hits=0,
+        host_s=0.0,
+        device_s=0.0,
+        first_token_ids=admitted,
+    )
+    return state, Report(tuple(events), stats)
+
+
+def _finish(
+    sequence: Sequence, reason: FinishReason, stop: str | int | None = None
+) -> FinishEvent:
+    return FinishEvent(
+        sequence.request.request_id,
+        sequence.index,
+        reason,
+        stop=stop,
+        num_prompt_tokens=len(sequence.request.prompt_token_ids),
+        num_cached_tokens=1 if len(sequence.request.prompt_token_ids) > 16 else 0,
+        num_generated_tokens=len(sequence.tokens),
+    )
+
+
+INFO = EngineInfo(
+    model_name="fake",
+    architecture="fake",
+    device="cpu",
+    dtype="float32",
+    attention_backend="torch",
+    max_model_len=MAX_LEN,
+    max_num_seqs=MAX_SEQS,
+    max_num_batched_tokens=256,
+    block_size=16,
+    num_blocks=64,
+    kv_bytes_per_token=1,
+    weight_bytes=1,
+    vocab_size=VOCAB,
+    tp_size=1,
+    pipeline_depth=0,
+    compiled=False,
+    versions={},
+)
+
+TRANSITIONS = Transitions(
+    submit=_submit, abort=_abort, has_work=_has_work, launch=_launch, collect=_collect
+)
+
+
+def fake_engine(model: FakeModel, depth: int = 0) -> Engine:
+    """An engine over ``model``."""
+    return Engine(transitions=TRANSITIONS, model=model, state=State(), info=INFO, depth=depth)
