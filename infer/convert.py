@@ -19,10 +19,13 @@ from typing import Any
 
 import xxhash
 
+from infer.checkpoint import check
 from infer.errors import CheckpointError
 from infer.gguf_file import GGUFFile, open_gguf
 from infer.gguf_tokenizer import tokenizer_files
+from infer.modelconfig import model_config
 from infer.progress import Progress, byte_progress
+from infer.weights import abstract
 
 FORMAT = 1  # of the converted folder; a new one is converted anew
 SAMPLE_BYTES = 1 << 20
@@ -35,6 +38,15 @@ def cache_root() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "purestep"
 
 
+def conversion_folder(path: Path, root: Path | None = None) -> Path:
+    """The folder that a file's conversion has or will have, named after its content.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    return (cache_root() if root is None else root) / f"{path.stem}-{_identity(path)}"
+
+
 def converted(path: Path, progress: bool | Progress = True, root: Path | None = None) -> Path:
     """The folder with the file's model in safetensors form, converted now if it is not there yet.
 
@@ -43,8 +55,8 @@ def converted(path: Path, progress: bool | Progress = True, root: Path | None = 
     Raises:
         CheckpointError: the file is unreadable or unsupported, or the cache cannot be written.
     """
-    root = cache_root() if root is None else root
-    target = root / f"{path.stem}-{_identity(path)}"
+    target = conversion_folder(path, root)
+    root = target.parent
     if target.is_dir():
         return target
     try:
@@ -66,7 +78,7 @@ def converted(path: Path, progress: bool | Progress = True, root: Path | None = 
 
 
 def _identity(path: Path) -> str:
-    """Names a file's content by its size and samples of it; reading all of it would cost seconds."""
+    """Names a file's content by its size and samples of it; reading it all would cost seconds."""
     digest = xxhash.xxh3_64(f"{FORMAT}".encode())
     try:
         with path.open("rb") as file:
@@ -96,6 +108,8 @@ def _remove_leftovers(root: Path, name: str) -> None:
 
 def _convert(path: Path, target: Path, progress: bool | Progress) -> None:
     source = open_gguf(path)
+    cfg = model_config(source.config)
+    check(cfg, abstract(cfg), {tensor.name: tensor.shape for tensor in source.tensors})
     free = shutil.disk_usage(target.parent).free
     if free < source.num_bytes:
         raise CheckpointError(

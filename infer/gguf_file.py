@@ -78,7 +78,13 @@ class GGUFTensor:
             return np.asarray(data).view(np.uint16).reshape(-1, *self.shape[1:])
         if self.raw.tensor_type.name in STORED:
             return np.asarray(data)
-        values: Array = gguf.quants.dequantize(data, self.raw.tensor_type)
+        try:
+            values: Array = gguf.quants.dequantize(data, self.raw.tensor_type)
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"tensor {self.raw.name} is quantized as {self.raw.tensor_type.name}, which cannot "
+                "be dequantized here; use a file of another quantization"
+            ) from error
         return values.astype(np.float32, copy=False)
 
 

@@ -138,8 +138,9 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "trim_offsets": True,
         "use_regex": pre not in PATTERNS,
     }
+    pre_tokenizer: dict[str, Any]
     if pre in PATTERNS:
-        cut = {"type": "Split", "pattern": {"Regex": PATTERNS[pre]}}
+        cut: dict[str, Any] = {"type": "Split", "pattern": {"Regex": PATTERNS[pre]}}
         cut |= {"behavior": "Isolated", "invert": False}
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [cut, byte_level]}
     elif pre in DIGITS_APART:

@@ -45,8 +45,8 @@ def download(name: str, progress: bool = True) -> Path:
         return Path(snapshot_download(repo, revision=revision or None, allow_patterns=WANTED))
     except GatedRepoError as error:
         raise CheckpointError(
-            f"{name} asks for its licence to be accepted: open https://huggingface.co/{repo}, accept "
-            "it, and log in with `hf auth login`"
+            f"{name} asks for its licence to be accepted: open https://huggingface.co/{repo}, "
+            "accept it, and log in with `hf auth login`"
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise CheckpointError(

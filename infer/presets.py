@@ -49,7 +49,7 @@ class Preset:
 
 
 def preset_folder() -> Path | None:
-    """``configs/models`` of a source checkout, or its installed copy; None when there is neither."""
+    """``configs/models`` of a source checkout, or its installed copy; None without either."""
     beside = Path(__file__).resolve().parents[1] / "configs" / "models"
     if beside.is_dir():
         return beside
