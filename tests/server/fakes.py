@@ -6,6 +6,7 @@ and look at what it still has open.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -264,3 +265,16 @@ TRANSITIONS = Transitions(
 def fake_engine(model: FakeModel, depth: int = 0) -> Engine:
     """An engine over ``model``."""
     return Engine(transitions=TRANSITIONS, model=model, state=State(), info=INFO, depth=depth)
+
+
+def build(options: dict[str, Any]) -> Engine:
+    """A fake engine for another process; ``options`` may name what goes wrong in it."""
+    trouble = options.get("trouble")
+    if trouble == "build":
+        raise RequestError("no such model", param="model")
+    if trouble == "exit":
+        os._exit(3)
+    model = FakeModel()
+    if trouble == "step":
+        model.gate.fail(RuntimeError("injected"))
+    return fake_engine(model, depth=1)
