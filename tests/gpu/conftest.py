@@ -1,0 +1,18 @@
+"""Kernel tests run on the GPU, and in small shapes under Triton's interpreter without one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
+pytest.importorskip("triton", reason="the kernels need triton")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where the kernels run."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,125 @@
+"""Decode attention against plain float32 attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from infer.ops import triton_decode
+from tests.gpu import reference
+
+EPS = 1e-6
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+ON_GPU = torch.cuda.is_available()
+
+
+def _run(
+    device, lens, group, kv_heads, head_dim, block_size, dtype, *, fused, norm=True, window=None,
+    seed=0, repeat=1, config=None, strided=False,
+):  # fmt: skip
+    """Return (outputs, reference, pages, new keys and values) of one random case."""
+    generator = torch.Generator().manual_seed(seed)
+    filled = [n - 1 for n in lens] if fused else lens
+    pages = reference.make_pages(
+        filled, lens, block_size=block_size, num_kv_heads=kv_heads, head_dim=head_dim,
+        dtype=dtype, device=device, generator=generator,
+    )  # fmt: skip
+    heads, num_seqs = group * kv_heads, len(lens)
+    context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    cos_sin = reference.cos_sin_table(max(lens), head_dim, device)
+    width = heads + 2 * kv_heads if fused else heads
+    raw = torch.randn(num_seqs, width * head_dim + 64 * strided, generator=generator)
+    raw = raw.to(dtype).to(device)[:, : width * head_dim]
+    q_norm, k_norm = (1 + torch.randn(2, head_dim, generator=generator) / 4).to(dtype).to(device)
+    positions = context_lens - 1
+    new = raw.float().view(num_seqs, width, head_dim)
+    expected, new_kv = [], []
+    q = new[:, :heads]
+    if fused:
+        k, v = new[:, heads : heads + kv_heads], new[:, heads + kv_heads :]
+        if norm:
+            q, k = reference.rms_norm(q, q_norm, EPS), reference.rms_norm(k, k_norm, EPS)
+        q = reference.rotate(q, cos_sin, positions)
+        k = reference.rotate(k, cos_sin, positions)
+        new_kv = [k, v]
+    for s in range(num_seqs):
+        ks, vs = pages.dense_k[s], pages.dense_v[s]
+        if fused:
+            ks, vs = torch.cat((ks, k[s : s + 1])), torch.cat((vs, v[s : s + 1]))
+        expected.append(reference.attend(q[s : s + 1], ks, vs, window))
+    slots = torch.stack([pages.slots(s, n - 1, n)[0] for s, n in enumerate(lens)])
+    config = config or triton_decode.decode_config(num_seqs, heads, kv_heads, dtype.itemsize * 8)
+    scratch = triton_decode.decode_scratch(config, num_seqs, heads, kv_heads, head_dim, device)
+    for buffer in (scratch.partial, scratch.maxima, scratch.sums):
+        buffer.fill_(float("nan"))
+    outs = []
+    for _ in range(repeat):
+        out = torch.full((num_seqs, heads * head_dim), float("nan"), dtype=dtype, device=device)
+        triton_decode.decode_attention(
+            out, raw, pages.k, pages.v, num_heads=heads, seq_rows=pages.seq_rows,
+            context_lens=context_lens, block_tables=pages.block_tables, scratch=scratch,
+            config=config, scale=head_dim**-0.5, sliding_window=window,
+            fused=triton_decode.FusedInput(
+                q_norm=q_norm if norm else None, k_norm=k_norm if norm else None, cos_sin=cos_sin,
+                slot_mapping=slots.to(torch.int32), eps=EPS,
+            ) if fused else None,
+        )  # fmt: skip
+        outs.append(out)
+    assert not scratch.counters.any()
+    return outs, torch.cat(expected), pages, slots, new_kv
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (2, 128), (3, 64), (4, 64), (8, 128)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_groups_and_block_boundaries(device, dtype, group, head_dim, fused):
+    lens = [1, 15, 16, 17, 33]
+    outs, expected, pages, slots, new_kv = _run(
+        device, lens, group, 2, head_dim, 16, dtype, fused=fused, strided=True
+    )
+    assert reference.relative_error(outs[0].view_as(expected), expected) < TOLERANCE[dtype]
+    if fused:
+        flat = lambda cache: cache.view(-1, *cache.shape[2:])[slots]  # noqa: E731
+        assert reference.relative_error(flat(pages.k), new_kv[0]) < TOLERANCE[dtype]
+        assert torch.equal(flat(pages.v).float(), new_kv[1])
+
+
+@pytest.mark.parametrize("use_dot", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 20, 64])
+@pytest.mark.parametrize("fused", [False, True])
+def test_chunks_of_unequal_sequences(device, use_dot, window, fused):
+    config = triton_decode.DecodeConfig(
+        use_dot=use_dot, tile=16, num_warps=4, min_chunk=16, chunks=6
+    )
+    lens = [7, 130, 1, 64, 65]
+    outs, expected, *_ = _run(
+        device, lens, 2, 2, 64, 32, torch.float32,
+        fused=fused, norm=not use_dot, window=window, config=config,
+    )  # fmt: skip
+    assert reference.relative_error(outs[0].view_as(expected), expected) < 2e-6
+
+
+def test_a_sequence_alone_takes_many_chunks(device):
+    config = replace(triton_decode.decode_config(1, 4, 2, 16), min_chunk=32, chunks=8)
+    for length in (31, 32, 33, 255, 256, 257):
+        outs, expected, *_ = _run(
+            device, [length], 2, 2, 64, 16, torch.bfloat16, fused=True, config=config
+        )
+        assert reference.relative_error(outs[0].view_as(expected), expected) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("use_dot", [False, True])
+def test_real_sizes_are_right_and_stable(device, dtype, block_size, use_dot):
+    for lens in ([32768], [100, 4097, 1, 255, 256, 257, 8000], [128 + i for i in range(64)]):
+        config = triton_decode.decode_config(len(lens), 16, 8, dtype.itemsize * 8)
+        config = replace(config, use_dot=use_dot)
+        outs, expected, *_ = _run(
+            device, lens, 2, 8, 128, block_size, dtype, fused=True, repeat=10, config=config
+        )
+        assert reference.relative_error(outs[0].view_as(expected), expected) < TOLERANCE[dtype] * 2
+        assert all(torch.equal(out, outs[0]) for out in outs[1:])
