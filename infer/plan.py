@@ -34,6 +34,7 @@ class Plan:
 
     step: int
     rows: Int32  # i32[S]
+    num_prompt: Int32  # i32[S]
     num_known: Int32  # i32[S]
     num_cached: Int32  # i32[S]
     num_scheduled: Int32  # i32[S]

@@ -351,6 +351,7 @@ def _advance(r: _Round, step: int, num_decode: int) -> Plan:
     return Plan(
         step=step,
         rows=rows,
+        num_prompt=s.num_prompt_tokens[rows],
         num_known=known,
         num_cached=cached,
         num_scheduled=chunks,

@@ -1,0 +1,202 @@
+"""The transitions of an engine's state: the public step API.
+
+    state = init(model, EngineConfig())
+    state = submit(state, Request(request_id="a", prompt_token_ids=(1, 2, 3)))
+    while has_work(state):
+        state, report = step(model, state)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from infer import host as hosts
+from infer.commit import Accepted, commit
+from infer.errors import StateError
+from infer.host import Host
+from infer.hostbatch import build
+from infer.model import Model
+from infer.plan import Plan
+from infer.report import LogprobArrays, Report, StepValues
+from infer.schedule import schedule
+from infer.state import EngineState, Ticket
+from infer.types import Logprob, PromptLogprobsEvent, Request, StepStats
+
+
+def submit(state: EngineState, requests: Request | Iterable[Request]) -> EngineState:
+    """Queue requests. All of them, or none if one is refused.
+
+    Raises:
+        RequestError: one of them can never run; the message names value, limit and remedy.
+        StateError: this state was already advanced.
+    """
+    _check_current(state)
+    return replace(state, host=hosts.submit(state.host, requests, state.limits))
+
+
+def abort(state: EngineState, request_id: str) -> EngineState:
+    """Mark a request to end at the next step, with finish reason ``abort``.
+
+    An id that is not live changes nothing: it may have finished a moment ago.
+    """
+    _check_current(state)
+    return replace(state, host=hosts.abort(state.host, request_id))
+
+
+def fork(state: EngineState, request_id: str, new_id: str) -> EngineState:
+    """Let ``new_id`` continue from where the running ``request_id`` is, sharing its KV blocks.
+
+    Raises:
+        RequestError: unknown source, an id in use, or no free row.
+        StateError: a step is in flight for the source, or this state was already advanced.
+    """
+    _check_current(state)
+    return replace(state, host=hosts.fork(state.host, request_id, new_id, state.limits))
+
+
+def has_work(state: EngineState) -> bool:
+    """Whether a step would compute or report something."""
+    return hosts.has_work(state.host)
+
+
+def launch(model: Model, state: EngineState) -> tuple[EngineState, Ticket]:
+    """Schedule a step and hand it to the device, without waiting for its values.
+
+    If it raises, the given state is still good: nothing of the step was recorded.
+    """
+    _check_current(state)
+    started = time.monotonic()
+    plan, host = schedule(state.host, state.limits)
+    batch = build(plan, host.seqs)
+    pending, kv, rows = state.runtime.run(model, state.kv, state.rows, plan, batch, host.seqs)
+    now = time.monotonic()
+    ticket = Ticket(plan.step, plan, pending, launched=now, host_s=now - started)
+    return _advanced(replace(state, host=host, kv=kv, rows=rows)), ticket
+
+
+def collect(model: Model, state: EngineState, ticket: Ticket) -> tuple[EngineState, Report]:
+    """Wait for a launched step's values and apply them.
+
+    Raises:
+        StateError: tickets are collected out of order or twice, or the state was already advanced.
+    """
+    _check_current(state)
+    expected = state.host.step - state.host.in_flight
+    if ticket.step != expected or not state.host.in_flight:
+        raise StateError(
+            f"ticket of step {ticket.step} cannot be collected, step {expected} is next; "
+            "collect every ticket once, in the order of the launches"
+        )
+    values = ticket.pending.wait()
+    ready = time.monotonic()
+    token_bytes = model.tokenizer.token_bytes if model.tokenizer is not None else ()
+    accepted, host = commit(
+        state.host,
+        state.limits,
+        ticket.plan,
+        values.tokens,
+        token_bytes=token_bytes,
+        failed=values.failed,
+    )
+    parts, prompts = _prompt_logprobs(state, ticket.plan, values.prompt_logprobs)
+    done = time.monotonic()
+    stats = _stats(host, ticket, accepted, state.runtime.take_counters(), ready, done)
+    report = Report(ticket.plan, accepted, stats, values.logprobs, prompts)
+    return _advanced(replace(state, host=host, prompt_parts=parts)), report
+
+
+def step(model: Model, state: EngineState) -> tuple[EngineState, Report]:
+    """One round of continuous batching: ``collect`` after ``launch``."""
+    state, ticket = launch(model, state)
+    return collect(model, state, ticket)
+
+
+def _check_current(state: EngineState) -> None:
+    if state.generation != state.runtime.generation:
+        raise StateError(
+            f"this state (generation {state.generation}) was already advanced to generation "
+            f"{state.runtime.generation}; continue from the newest, or take a snapshot to return"
+        )
+
+
+def _advanced(state: EngineState) -> EngineState:
+    state.runtime.generation += 1
+    return replace(state, generation=state.runtime.generation)
+
+
+def _stats(
+    host: Host,
+    ticket: Ticket,
+    accepted: Accepted,
+    counters: tuple[bool, int],
+    ready: float,
+    done: float,
+) -> StepStats:
+    plan, pool = ticket.plan, host.pool
+    decode = plan.num_cached >= plan.num_prompt
+    graph_hit, num_recompiles = counters
+    waiting = len(host.waiting) + int(np.count_nonzero(host.seqs.status == 2))
+    return StepStats(
+        step=plan.step,
+        time=done,
+        num_running=int(np.count_nonzero((host.seqs.status == 1) | (host.seqs.status == 3))),
+        num_waiting=waiting,
+        num_prefill_tokens=int(plan.num_scheduled[~decode].sum()),
+        num_decode_tokens=int(plan.num_scheduled[decode].sum()),
+        num_sequences=plan.num_sequences,
+        num_generated_tokens=int(accepted.tokens.size),
+        num_preempted=len(plan.preempted),
+        num_blocks=pool.num_blocks,
+        num_free_blocks=pool.num_free,
+        num_cached_blocks=pool.num_reusable,
+        prefix_queries=plan.prefix_queries,
+        prefix_hits=plan.prefix_hits,
+        host_s=ticket.host_s + done - ready,
+        device_s=ready - ticket.launched,
+        graph_hit=graph_hit,
+        num_recompiles=num_recompiles,
+        first_token_ids=plan.admitted,
+    )
+
+
+def _prompt_logprobs(
+    state: EngineState, plan: Plan, values: LogprobArrays | None
+) -> tuple[dict[str, tuple[tuple[int, LogprobArrays], ...]], tuple[PromptLogprobsEvent, ...]]:
+    """Keep a chunk's prompt log-probabilities; whole prompts leave as events."""
+    if values is None:
+        live = state.host.seqs.rows_of
+        return {k: v for k, v in state.prompt_parts.items() if k in live}, ()
+    parts = dict(state.prompt_parts)
+    events = []
+    at = 0
+    for i in plan.prompt_logprobs.tolist():
+        request, count = plan.requests[i], int(plan.num_scheduled[i])
+        cached = int(plan.num_cached[i])
+        earlier = tuple(p for p in parts.get(request.request_id, ()) if p[0] < cached)
+        parts[request.request_id] = (*earlier, (cached, values.rows(slice(at, at + count))))
+        at += count
+        if cached + count >= len(request.prompt_token_ids):
+            events.append(_prompt_event(request, parts.pop(request.request_id)))
+    return parts, tuple(events)
+
+
+def _prompt_event(
+    request: Request, parts: tuple[tuple[int, LogprobArrays], ...]
+) -> PromptLogprobsEvent:
+    ids, top_n = request.prompt_token_ids, request.params.prompt_logprobs or 0
+    out: list[tuple[Logprob, tuple[Logprob, ...]]] = []
+    for first, values in parts:
+        for i in range(values.chosen.size):
+            target = first + i + 1
+            if target < len(ids):
+                out.append(values.entry(i, ids[target], top_n))
+    return PromptLogprobsEvent(request.request_id, tuple(out))
+
+
+def empty_values() -> StepValues:
+    """The values of a step that computed nothing."""
+    return StepValues(np.empty(0, np.int32), np.empty(0, np.bool_))

@@ -1,0 +1,252 @@
+"""``LLM``: generation for scripts and notebooks, in a few lines on top of the step API."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from tqdm import tqdm
+
+from infer import engine
+from infer.config import EngineConfig
+from infer.errors import ConfigError, RequestError, StateError
+from infer.initialize import init
+from infer.interrupt import deferred_interrupt
+from infer.loading import load
+from infer.model import Model
+from infer.outputs import Delta, OutputBuilder, RequestOutput
+from infer.presets import find_preset
+from infer.state import EngineState, Ticket
+from infer.types import Request, SamplingParams
+
+LOAD_OPTIONS = ("device", "dtype", "load_format", "threads", "tp")
+ENGINE_OPTIONS = tuple(f.name for f in fields(EngineConfig))
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+def advance(
+    model: Model, state: EngineState, tickets: tuple[Ticket, ...]
+) -> tuple[EngineState, tuple[Ticket, ...], list[engine.Report]]:
+    """One turn of the pipelined loop: launch a step, then collect all but the newest ``depth``.
+
+    A step that stalled, or computed nothing, lets every launched step be collected first.
+    """
+    state, ticket = engine.launch(model, state)
+    tickets = (*tickets, ticket)
+    keep = state.pipeline_depth if ticket.plan.num_sequences else 0
+    reports = []
+    while len(tickets) > keep:
+        state, report = engine.collect(model, state, tickets[0])
+        tickets = tickets[1:]
+        reports.append(report)
+    return state, tickets, reports
+
+
+class LLM:
+    """A model with one engine state. ``generate``, ``chat`` and ``stream`` run it to the end.
+
+    Args:
+        model: a loaded ``Model``, or what ``infer.load`` takes.
+        options: any option of ``EngineConfig``, and those of ``load`` when it has to load.
+
+    One thread at a time may generate; ``state`` is the engine's state between calls, and stays
+    good when a call is interrupted.
+    """
+
+    def __init__(self, model: Model | str | None = None, **options: Any) -> None:
+        unknown = sorted(set(options) - {*LOAD_OPTIONS, *ENGINE_OPTIONS})
+        if unknown:
+            known = ", ".join(sorted((*LOAD_OPTIONS, *ENGINE_OPTIONS)))
+            raise ConfigError(f"unknown option {unknown[0]!r}; the options are {known}")
+        load_options = {k: v for k, v in options.items() if k in LOAD_OPTIONS}
+        engine_options = {k: v for k, v in options.items() if k in ENGINE_OPTIONS}
+        if isinstance(model, Model):
+            if load_options:
+                raise ConfigError(
+                    f"{', '.join(sorted(load_options))}: options of load, but the model is loaded"
+                )
+            self.model = model
+        else:
+            preset = find_preset(model) if model is not None else None
+            engine_options = {**(preset.engine if preset else {}), **engine_options}
+            self.model = load(model, **load_options)
+        self.state: EngineState = init(self.model, EngineConfig(**engine_options))
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue one prompt or many; outputs come in the order of the prompts.
+
+        Prompts are texts or token ids. ``params`` is one for all, or one for each.
+
+        Raises:
+            RequestError: a prompt can never run; nothing was generated.
+        """
+        ids = self._prompt_ids(prompts)
+        requests = self._requests(ids, params)
+        with self._lock:
+            return self._run(requests, progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many through the model's chat template.
+
+        ``template`` goes to the template, for example ``enable_thinking=False``.
+        """
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        chats: Any = messages if many else [messages]
+        ids = [self._chat_ids(chat, tools, template) for chat in chats]
+        requests = self._requests(ids, params)
+        with self._lock:
+            return self._run(requests, progress)
+
+    def stream(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[Delta]:
+        """Continue one prompt (or chat) and yield what each step adds. Closing it aborts."""
+        ids = self._one_prompt(prompt, template)
+        (request,) = self._requests([ids], params)
+        with self._lock:
+            yield from self._stream(request)
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` in a worker thread, for asyncio programs."""
+        return await asyncio.to_thread(self.generate, prompts, params, progress=False)
+
+    async def astream(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
+    ) -> AsyncIterator[Delta]:
+        """``stream`` in worker threads, for asyncio programs."""
+        deltas = self.stream(prompt, params, **template)
+        try:
+            while (delta := await asyncio.to_thread(next, deltas, None)) is not None:
+                yield delta
+        finally:
+            await asyncio.to_thread(deltas.close)  # type: ignore[attr-defined]
+
+    # --- prompts ----------------------------------------------------------------------------------
+
+    def _tokenizer(self) -> Any:
+        if self.model.tokenizer is None:
+            raise RequestError(
+                f"model {self.model.name!r} has no tokenizer; give token ids", param="prompt"
+            )
+        return self.model.tokenizer
+
+    def _chat_ids(self, chat: Messages, tools: Any, template: Mapping[str, Any]) -> list[int]:
+        ids: list[int] = self._tokenizer().encode_chat(chat, tools=tools, **template)
+        return ids
+
+    def _one_prompt(self, prompt: Prompt | Messages, template: Mapping[str, Any]) -> Sequence[int]:
+        if isinstance(prompt, str):
+            encoded: list[int] = self._tokenizer().encode(prompt)
+            return encoded
+        if prompt and isinstance(prompt[0], Mapping):
+            return self._chat_ids(prompt, None, template)  # type: ignore[arg-type]
+        return prompt  # type: ignore[return-value]
+
+    def _prompt_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[Sequence[int]]:
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: Any = [prompts] if single else prompts
+        return [self._one_prompt(prompt, {}) for prompt in many]
+
+    def _requests(
+        self, ids: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(ids)
+        if len(params) != len(ids):
+            raise RequestError(
+                f"{len(params)} sampling parameters for {len(ids)} prompts; give one, or one each",
+                param="params",
+            )
+        return [
+            Request(
+                request_id=f"llm-{next(self._ids)}", prompt_token_ids=tuple(prompt), params=one
+            )
+            for prompt, one in zip(ids, params, strict=True)
+        ]
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def _start(self, requests: list[Request]) -> dict[str, OutputBuilder]:
+        if engine.has_work(self.state):
+            raise StateError("this LLM's state has requests of its own; step it to its end first")
+        arrival = time.monotonic()
+        self.state = engine.submit(self.state, requests)
+        return {
+            r.request_id: OutputBuilder(r, self.model.tokenizer, arrival) for r in requests
+        }
+
+    def _steps(self, builders: Mapping[str, OutputBuilder]) -> Iterator[engine.Report]:
+        """Run to the end; however this is left, nothing of the requests stays behind."""
+        tickets: tuple[Ticket, ...] = ()
+        try:
+            while engine.has_work(self.state):
+                began = time.monotonic()
+                with deferred_interrupt():
+                    self.state, tickets, reports = advance(self.model, self.state, tickets)
+                for report in reports:
+                    for name in report.plan.admitted:
+                        builders[name].scheduled(began)
+                    yield report
+        finally:
+            self._drain(builders, tickets)
+
+    def _drain(
+        self, builders: Mapping[str, OutputBuilder], tickets: tuple[Ticket, ...]
+    ) -> None:
+        with deferred_interrupt():
+            for name in builders:
+                self.state = engine.abort(self.state, name)
+            while engine.has_work(self.state):
+                self.state, tickets, _ = advance(self.model, self.state, tickets)
+
+    def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
+        builders = self._start(requests)
+        bar = tqdm(total=len(requests), unit="req", desc="Generating", disable=not progress)
+        num_tokens, started = 0, time.monotonic()
+        with bar:
+            for report in self._steps(builders):
+                for event in report.events:
+                    builders[event.request_id].push(event)
+                num_tokens += report.stats.num_generated_tokens
+                finished = sum(b.done for b in builders.values()) if report.accepted.finished else bar.n
+                if finished > bar.n:
+                    rate = num_tokens / (time.monotonic() - started)
+                    bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
+                    bar.update(finished - bar.n)
+        return [builders[r.request_id].result() for r in requests]
+
+    def _stream(self, request: Request) -> Iterator[Delta]:
+        builders = self._start([request])
+        builder = builders[request.request_id]
+        for report in self._steps(builders):
+            for event in report.events:
+                delta = builder.push(event)
+                if delta is not None:
+                    yield delta
