@@ -100,8 +100,8 @@ class Fold:
             series.add("graph_steps", 1, "hit" if step.graph_hit else "miss")
             series.observe("iteration_tokens", step.num_prefill_tokens + step.num_decode_tokens)
             series.observe("batch_size", step.num_sequences)
-            series.observe("step_duration_seconds", max(0.0, step.host_s), "host")
-            series.observe("step_duration_seconds", max(0.0, step.device_s), "device")
+            series.observe("step_duration_seconds", step.host_s, "host")
+            series.observe("step_duration_seconds", step.device_s, "device")
         self.window.step(at, step)
 
     def _request(self, at: float, request: RequestStats) -> None:
@@ -151,7 +151,7 @@ class Fold:
 
     def _span(self, name: str, start: float | None, end: float | None) -> None:
         if start is not None and end is not None:
-            self.series.observe(name, max(0.0, end - start))
+            self.series.observe(name, end - start)
 
     def _time_to_first_token(self, at: float, ttft_s: float) -> None:
         self.series.observe("time_to_first_token_seconds", ttft_s)

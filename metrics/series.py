@@ -75,11 +75,14 @@ class Series:
         self.values[name][labels] = value
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        self.histograms[name][labels].observe(value)
+        """Add to a histogram. Below 0, which clocks that disagree can give, counts as 0: the sum
+        of a histogram never falls."""
+        self.histograms[name][labels].observe(max(0.0, value))
 
     def observe_all(self, name: str, values: NDArray[np.float64], *labels: str) -> None:
+        """The same as ``observe`` for each of them; values: f64[n]."""
         if values.size:
-            self.histograms[name][labels].observe_all(values)
+            self.histograms[name][labels].observe_all(np.maximum(values, 0.0))
 
     def labelled(self, name: str) -> Iterator[tuple[Labels, float]]:
         yield from self.values[name].items()
