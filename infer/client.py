@@ -73,7 +73,6 @@ class Engine:
     model: Any
     state: Any
     info: EngineInfo
-    depth: int
 
 
 class Link(Protocol):
@@ -181,7 +180,7 @@ async def start_thread(
             return
         post(_settle, ready, engine.info)
         try:
-            _run(engine, inbox, emit)
+            drive(engine.transitions, engine.model, engine.state, inbox, emit)
         except BaseException as error:
             logger.exception("the engine thread failed")
             post(desk.fail, f"{type(error).__name__}: {error}", FailureKind.ENGINE)
@@ -192,17 +191,6 @@ async def start_thread(
     threading.Thread(target=main, name="engine", daemon=True).start()
     info = await ready
     return LinkedClient(desk, _ThreadLink(inbox, ended), info)
-
-
-def _run(engine: Engine, inbox: Inbox, emit: Callable[[Output], None]) -> None:
-    drive(
-        engine.transitions,
-        engine.model,
-        engine.state,
-        inbox,
-        emit,
-        depth=engine.depth,
-    )
 
 
 def _settle(future: asyncio.Future[EngineInfo], result: EngineInfo | BaseException) -> None:

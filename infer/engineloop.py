@@ -8,8 +8,7 @@ a step through ``emit``.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -36,7 +35,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the loop after the steps that are in flight."""
+    """End the loop."""
 
 
 Command = Submit | Abort | Stop
@@ -63,7 +62,7 @@ class Report(Protocol):
     """The part of a step's report that leaves the engine."""
 
     @property
-    def events(self) -> Iterable[Event]: ...
+    def events(self) -> tuple[Event, ...]: ...
 
     @property
     def stats(self) -> StepStats: ...
@@ -74,15 +73,14 @@ class Transitions:
     """The state transitions the loop calls; the engine's own, or those of a test.
 
     ``submit(state, request) -> state`` and ``abort(state, request_id) -> state``;
-    ``has_work(state)``; ``launch(model, state) -> (state, ticket)``;
-    ``collect(model, state, ticket) -> (state, report)``.
+    ``has_work(state)``; ``advance(model, state, tickets) -> (state, tickets, reports)`` launches a
+    step and collects those that are due, as ``infer.llm.advance`` does.
     """
 
     submit: Callable[[Any, Request], Any]
     abort: Callable[[Any, str], Any]
     has_work: Callable[[Any], bool]
-    launch: Callable[[Any, Any], tuple[Any, Any]]
-    collect: Callable[[Any, Any, Any], tuple[Any, Report]]
+    advance: Callable[[Any, Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...], Sequence[Report]]]
 
 
 class Inbox:
@@ -113,31 +111,24 @@ def drive(
     state: Any,
     inbox: Inbox,
     emit: Callable[[Output], None],
-    *,
-    depth: int,
-) -> Any:
-    """Step ``state`` until a ``Stop`` arrives; returns the last state, with nothing in flight.
+) -> None:
+    """Step ``state`` until a ``Stop`` arrives. When there is nothing to run, sleep in the inbox.
 
-    ``depth`` steps are launched ahead of the one whose tokens are read. When nothing is left to
-    run, the loop sleeps in ``inbox.drain``. Errors of a transition are raised: whoever runs the
-    loop tells the front end.
+    ``Stop`` drops what still runs: whoever sends it has ended the requests. Errors of a transition
+    are raised: whoever runs the loop tells the front end.
     """
-    in_flight: deque[Any] = deque()
-    stopping = False
-    while not stopping or in_flight:
-        idle = not in_flight and not stopping and not transitions.has_work(state)
-        state, refusals, stopped = _apply(transitions, state, inbox.drain(wait=idle))
-        stopping = stopping or stopped
+    tickets: tuple[Any, ...] = ()
+    while True:
+        idle = not tickets and not transitions.has_work(state)
+        state, refusals, stop = _apply(transitions, state, inbox.drain(wait=idle))
         if refusals:
             emit(Output(refusals=refusals))
-        runnable = not stopping and transitions.has_work(state)
-        if runnable:
-            state, ticket = transitions.launch(model, state)
-            in_flight.append(ticket)
-        if in_flight and (len(in_flight) > depth or not runnable):
-            state, report = transitions.collect(model, state, in_flight.popleft())
-            emit(Output(events=tuple(report.events), stats=report.stats))
-    return state
+        if stop:
+            return
+        if tickets or transitions.has_work(state):
+            state, tickets, reports = transitions.advance(model, state, tickets)
+            for report in reports:
+                emit(Output(events=report.events, stats=report.stats))
 
 
 def _apply(

@@ -47,9 +47,7 @@ def main(descriptor: int) -> int:
         writer.put(wire.output_message(output))
 
     try:
-        drive(
-            engine.transitions, engine.model, engine.state, inbox, emit, depth=engine.depth
-        )
+        drive(engine.transitions, engine.model, engine.state, inbox, emit)
     except Exception as error:
         logger.exception("the engine failed")
         writer.close(wire.Failed(wire.ErrorMessage.of(error)))

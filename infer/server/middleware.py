@@ -14,16 +14,20 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.server.config import ServerConfig
-from infer.server.errors import ApiError
+from infer.server.errors import ApiError, to_api_error
 from infer.server.http import Record, new_record, too_large
 
+logger = logging.getLogger(__name__)
 access_log = logging.getLogger("infer.access")
+
+NoteError = Callable[[ApiError, Record | None], None]
 
 OPEN_PATHS = frozenset({"/health"})
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -37,9 +41,10 @@ class Guard:
     how a browser opens the pages.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, note: NoteError) -> None:
         self._app = app
         self._config = config
+        self._note = note
         key = config.api_key
         self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
         self._hosts = LOOPBACK_HOSTS | {config.host.lower()} | set(config.allowed_hosts)
@@ -53,7 +58,9 @@ class Guard:
         if refusal is None:
             limited = receive if scope["type"] == "websocket" else self._limited(receive)
             await self._app(scope, limited, send)
-        elif scope["type"] == "websocket":
+            return
+        self._note(refusal, scope.get("state", {}).get("record"))
+        if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await refusal.response()(scope, receive, send)
@@ -121,10 +128,11 @@ class Guard:
 
 
 class AccessLog:
-    """Gives every request an id and a record, and writes one line when it ends."""
+    """Gives every request an id and a record, answers for bugs, and writes one line at the end."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, note: NoteError) -> None:
         self._app = app
+        self._note = note
         self._json = config.log_format == "json"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,6 +154,13 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, logged)
+        except Exception as error:
+            logger.exception("request %s failed", record.request_id)
+            answer = to_api_error(error)
+            self._note(answer, record)
+            if record.status is not None:
+                raise  # too late for an answer: the connection is closed
+            await answer.response()(scope, receive, logged)
         finally:
             self._log(scope, record)
 

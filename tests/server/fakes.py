@@ -112,6 +112,7 @@ class Gate:
 @dataclass
 class FakeModel:
     gate: Gate = field(default_factory=Gate)
+    depth: int = 0
     states: list[State] = field(default_factory=list)  # the latest state, for tests to look at
 
 
@@ -139,6 +140,19 @@ def _abort(state: State, request_id: str) -> State:
 
 def _has_work(state: State) -> bool:
     return bool(state.waiting or state.running or state.aborted or state.in_flight)
+
+
+def _advance(
+    model: FakeModel, state: State, tickets: tuple[Any, ...]
+) -> tuple[State, tuple[Any, ...], list[Report]]:
+    state, ticket = _launch(model, state)
+    tickets = (*tickets, ticket)
+    reports = []
+    while len(tickets) > (model.depth if ticket[0] else 0):
+        state, report = _collect(model, state, tickets[0])
+        tickets = tickets[1:]
+        reports.append(report)
+    return state, tickets, reports
 
 
 def _launch(model: FakeModel, state: State) -> tuple[State, Any]:
@@ -258,13 +272,13 @@ INFO = EngineInfo(
 )
 
 TRANSITIONS = Transitions(
-    submit=_submit, abort=_abort, has_work=_has_work, launch=_launch, collect=_collect
+    submit=_submit, abort=_abort, has_work=_has_work, advance=_advance
 )
 
 
-def fake_engine(model: FakeModel, depth: int = 0) -> Engine:
+def fake_engine(model: FakeModel) -> Engine:
     """An engine over ``model``."""
-    return Engine(transitions=TRANSITIONS, model=model, state=State(), info=INFO, depth=depth)
+    return Engine(transitions=TRANSITIONS, model=model, state=State(), info=INFO)
 
 
 def build(options: dict[str, Any]) -> Engine:
@@ -274,7 +288,7 @@ def build(options: dict[str, Any]) -> Engine:
         raise RequestError("no such model", param="model")
     if trouble == "exit":
         os._exit(3)
-    model = FakeModel()
+    model = FakeModel(depth=1)
     if trouble == "step":
         model.gate.fail(RuntimeError("injected"))
-    return fake_engine(model, depth=1)
+    return fake_engine(model)

@@ -60,9 +60,9 @@ class Broken(Notes):
 
 @asynccontextmanager
 async def running(
-    model: FakeModel, *observers: Notes, depth: int = 0
+    model: FakeModel, *observers: Notes
 ) -> AsyncIterator[LinkedClient]:
-    client = await start_thread(lambda: fake_engine(model, depth), observers)
+    client = await start_thread(lambda: fake_engine(model), observers)
     try:
         yield client
     finally:
@@ -92,7 +92,7 @@ async def read(client: LinkedClient, wanted: Request) -> tuple[dict[int, list[in
 @pytest.mark.parametrize("depth", [0, 1])
 async def test_streams_are_separate_and_complete(depth: int) -> None:
     notes = Notes()
-    async with running(FakeModel(), notes, depth=depth) as client:
+    async with running(FakeModel(depth=depth), notes) as client:
         wanted = [request(f"r{i}", [i, i + 1], max_tokens=3 + i % 5, n=1 + i % 3) for i in range(40)]
         answers = await asyncio.gather(*(read(client, w) for w in wanted))
     for w, (tokens, ends) in zip(wanted, answers, strict=True):
