@@ -39,7 +39,7 @@ _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_te
 class _GenerationTag(Extension):
     """``{% generation %}`` marks assistant text for training; here its body is plain output."""
 
-    tags = frozenset(("generation",))
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -115,7 +115,7 @@ def render(
     except Exception as error:
         # Templates are programs of strangers: whatever one raises concerns this request alone.
         raise RequestError(
-            f"the chat template refuses this conversation: {error or type(error).__name__}; "
+            f"the chat template refuses this conversation: {str(error) or type(error).__name__}; "
             "change the messages or send a plain prompt",
             param="messages",
         ) from error

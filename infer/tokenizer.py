@@ -297,7 +297,8 @@ class _Twin:
         state = json.loads(original.to_str())
         backend = Backend.from_str(json.dumps({**state, "added_tokens": []}))
         nonce = secrets.token_hex(16)
-        names, ids = {}, {}
+        names: dict[str, str] = {}
+        ids: dict[int, int] = {}
         for token_id, token in sorted(original.get_added_tokens_decoder().items()):
             secret = not token.content.isspace()
             name = f"\ue000{nonce}:{token_id}\ue001" if secret else token.content
@@ -310,7 +311,9 @@ class _Twin:
             )
             backend.add_tokens([renamed])
             names[token.content] = name
-            ids[backend.token_to_id(name)] = token_id
+            twin_id = backend.token_to_id(name)
+            assert twin_id is not None, "it was just added"
+            ids[twin_id] = token_id
         return cls(backend, names, ids)
 
     def encode(self, text: str, genuine: Sequence[re.Match[str]]) -> list[int]:
