@@ -4,27 +4,22 @@ The order of the edits is vLLM's: allowed tokens, minimum length, bias, penaltie
 ``infer.ops.logit_edits``), then temperature, min-p, top-k, top-p. What a row draws depends on its
 own logits, parameters, seed, choice and position; never on the other rows of a batch.
 
-The kept set is exact. Order a row by (logit descending, id ascending) and let ``w`` be
-exp(logit - max) rounded down to a multiple of 2**-34. min-p keeps tokens with w >= min_p. top-k
-keeps the first k of those. top-p keeps the shortest beginning of those whose share of their total
-``w`` is at least p, and at least one token. Sums of such ``w`` are exact in float64, in any order,
-so the set does not depend on how it is found.
+``infer.ops.truncate`` says exactly which tokens the last three keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from infer.ops.noise import log_exponential, noise_bits, row_keys
+from infer.ops.truncate import truncate, weights_of
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: logits would overflow
-NUM_CANDIDATES = 256  # largest logits a CPU row looks at before it searches the vocabulary
-_WEIGHT_UNIT = 2.0**34
-_LOWEST_KEY = -(1 << 31)
+NUM_CANDIDATES = 256  # largest logits that a CPU row sorts before it sorts the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +53,6 @@ class SampleFlags:
     top_k: bool = False  # some row truncates in this way
     top_p: bool = False
     min_p: bool = False
-
-    @property
-    def truncates(self) -> bool:
-        """Some row truncates."""
-        return self.top_k or self.top_p or self.min_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +95,14 @@ def sample(
     if scaled.is_cpu and not torch.compiler.is_compiling():
         ids, scores = _by_kind(scaled, keys, greedy, params, vocab_offset)
     else:
-        kept = _truncate(scaled, params, flags) if flags.truncates else scaled
-        scores, ids = _scores(kept, keys, greedy, vocab_offset).max(dim=-1)
+        kept = truncate(
+            scaled,
+            params.top_k if flags.top_k else None,
+            params.top_p if flags.top_p else None,
+            params.min_p if flags.min_p else None,
+        )
+        noise = torch.where(greedy.unsqueeze(-1), 0.0, _noise(keys, kept, vocab_offset))
+        scores, ids = (kept - noise).max(dim=-1)
     return Sampled(
         tokens=ids.to(torch.int32) + vocab_offset,
         scores=scores,
@@ -131,108 +127,13 @@ def _greedy(logits: Tensor, sample_logits: Tensor, vocab_offset: int) -> Sampled
     return Sampled(ids.to(torch.int32) + vocab_offset, values.float(), torch.isnan(values))
 
 
-def _scores(
-    scaled: Tensor, keys: tuple[Tensor, Tensor], greedy: Tensor, vocab_offset: int
-) -> Tensor:
-    """Scaled logits plus Gumbel noise f32[M, V]; greedy rows without."""
-    columns = torch.arange(scaled.shape[-1], dtype=torch.int32, device=scaled.device)
-    noise = log_exponential(noise_bits(keys, columns + vocab_offset))
-    return torch.where(greedy.unsqueeze(-1), scaled, scaled - noise)
+def _noise(keys: tuple[Tensor, Tensor], like: Tensor, vocab_offset: int) -> Tensor:
+    """Noise f32[M, V] to subtract from all columns of ``like``."""
+    columns = torch.arange(like.shape[-1], dtype=torch.int32, device=like.device)
+    return log_exponential(noise_bits(keys, columns + vocab_offset))
 
 
-# --- the kept set, with fixed shapes ------------------------------------------------------------
-
-
-def _truncate(scaled: Tensor, params: SamplingRows, flags: SampleFlags) -> Tensor:
-    """``scaled`` f32[M, V] with -inf outside the kept set. No sorting, no host synchronization.
-
-    The kept set is what lies above a threshold, and the first few (by id) of what equals it.
-    Thresholds are found bit by bit in an integer order of floats.
-    """
-    vocab = scaled.shape[-1]
-    order = _ordered(scaled)
-    weights = _weights(scaled, scaled.amax(dim=-1, keepdim=True))
-    if flags.min_p:
-        low = weights < params.min_p.unsqueeze(-1)
-        weights = torch.where(low, 0.0, weights)
-        scaled = torch.where(low, -torch.inf, scaled)
-    if not (flags.top_k or flags.top_p):
-        return scaled
-    threshold = torch.full_like(order[:, 0], _LOWEST_KEY)
-    num_ties = torch.full_like(threshold, vocab, dtype=torch.int64)
-    if flags.top_k:
-        top_k = torch.where(params.top_k <= 0, vocab, params.top_k.clamp(max=vocab))
-        threshold = _search(lambda t: (order >= t).sum(-1) >= top_k, threshold)
-        num_ties = top_k - (order > threshold.unsqueeze(-1)).sum(-1)
-    if flags.top_p:
-        nucleus, needed = _nucleus(order, weights, params.top_p, threshold, num_ties)
-        on = params.top_p < 1
-        threshold = torch.where(on, nucleus, threshold)
-        num_ties = torch.where(on, needed, num_ties)
-    tie = order == threshold.unsqueeze(-1)
-    first_ties = tie & (tie.cumsum(-1, dtype=torch.int32) <= num_ties.unsqueeze(-1))
-    return torch.where((order > threshold.unsqueeze(-1)) | first_ties, scaled, -torch.inf)
-
-
-def _nucleus(
-    order: Tensor, weights: Tensor, top_p: Tensor, threshold: Tensor, num_ties: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Threshold and ties of top-p within the set that ``threshold`` and ``num_ties`` keep.
-
-    The result's threshold is never below the given one, so the two need not be intersected.
-    """
-    weight, count, above = _at(order, weights, threshold)
-    target = top_p.double() * (above + torch.minimum(num_ties, count) * weight)
-    nucleus = _search(
-        lambda t: torch.where(order >= t, weights, 0.0).sum(-1, dtype=torch.float64) >= target,
-        threshold,
-    )
-    weight, _, above = _at(order, weights, nucleus)
-    needed = torch.ceil((target - above) / weight.clamp(min=1 / _WEIGHT_UNIT)).clamp(min=1)
-    # The quotient is rounded; the products are exact.
-    needed = torch.where(
-        (needed > 1) & (above + (needed - 1) * weight >= target), needed - 1, needed
-    )
-    needed = torch.where(above + needed * weight < target, needed + 1, needed)
-    return nucleus, needed.to(torch.int64)
-
-
-def _at(order: Tensor, weights: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight f64[M] and number i64[M] of tokens at a threshold, and the mass f64[M] above it."""
-    threshold = threshold.unsqueeze(-1)
-    at = order == threshold
-    weight = torch.where(at, weights, 0.0).amax(-1).double()
-    above = torch.where(order > threshold, weights, 0.0).sum(-1, dtype=torch.float64)
-    return weight, at.sum(-1), above
-
-
-def _search(enough: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """Largest i32[M] threshold for which ``enough(threshold[M, 1])`` holds.
-
-    ``enough`` is monotone: true for the lowest, up to some threshold, and false above it.
-    """
-    found = torch.full_like(like, _LOWEST_KEY)
-    found = torch.where(enough(torch.zeros_like(found).unsqueeze(-1)), 0, found)
-    for bit in range(30, -1, -1):
-        higher = found + (1 << bit)
-        found = torch.where(enough(higher.unsqueeze(-1)), higher, found)
-    return found
-
-
-def _ordered(values: Tensor) -> Tensor:
-    """Map f32 to i32 so that integers compare as the floats do; both zeros are equal."""
-    bits = values.view(torch.int32)
-    bits = torch.where(values == 0, 0, bits)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def _weights(scaled: Tensor, largest: Tensor) -> Tensor:
-    """exp(scaled - largest), rounded down so that sums are exact; 1 where that is undefined."""
-    weights = torch.nan_to_num(torch.exp(scaled - largest), nan=1.0)
-    return torch.floor(weights * _WEIGHT_UNIT) * (1 / _WEIGHT_UNIT)
-
-
-# --- the CPU: each kind of row does its own work only ------------------------------------------
+# --- the CPU: every kind of row does its own work only ------------------------------------------
 
 
 def _by_kind(
@@ -245,72 +146,78 @@ def _by_kind(
     """(ids i64[M], scores f32[M]) as the fixed-shape path gives them."""
     vocab = scaled.shape[-1]
     limited = (params.top_k > 0) & (params.top_k < vocab)
-    truncates = ~greedy & (limited | (params.top_p < 1) | (params.min_p > 0))
-    scores, ids = scaled.max(dim=-1) if bool(greedy.any()) else _empty(scaled)
-    rest = ~greedy
-    rows = truncates.nonzero().squeeze(-1)
+    truncated = ~greedy & (limited | (params.top_p < 1) | (params.min_p > 0))
+    ids = torch.zeros(scaled.shape[0], dtype=torch.int64)
+    scores = torch.zeros(scaled.shape[0], dtype=torch.float32)
+    rows = greedy.nonzero().squeeze(-1)
     if rows.numel():
-        best, token, found = _from_candidates(
-            scaled[rows], (keys[0][rows], keys[1][rows]), params.select(rows), vocab_offset
-        )
-        scores[rows], ids[rows] = best, token
-        rest[rows] = ~found
+        scores[rows], ids[rows] = scaled[rows].max(dim=-1)
     # Row by row, so that the integer work stays in the core's cache.
-    for row in rest.nonzero().squeeze(-1).tolist():
+    for row in (~greedy & ~truncated).nonzero().squeeze(-1).tolist():
         one = slice(row, row + 1)
-        values = scaled[one]
-        if truncates[row]:
-            flags = SampleFlags(top_k=True, top_p=True, min_p=True)
-            values = _truncate(values, params.select(torch.tensor([row])), flags)
-        values = _scores(values, (keys[0][one], keys[1][one]), greedy[one], vocab_offset)
-        scores[one], ids[one] = values.max(dim=-1)
+        noise = _noise((keys[0][one], keys[1][one]), scaled[one], vocab_offset)
+        scores[one], ids[one] = (scaled[one] - noise).max(dim=-1)
+    rows = truncated.nonzero().squeeze(-1)
+    for width in (min(NUM_CANDIDATES, vocab), vocab):
+        if rows.numel():
+            best, token, found = _from_largest(
+                scaled[rows],
+                (keys[0][rows], keys[1][rows]),
+                params.select(rows),
+                width,
+                vocab_offset,
+            )
+            scores[rows], ids[rows] = best, token
+            rows = rows[~found]
     return ids, scores
 
 
-def _empty(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    rows = scaled.shape[0]
-    return scaled.new_empty(rows), torch.empty(rows, dtype=torch.int64, device=scaled.device)
-
-
-def _from_candidates(
-    scaled: Tensor, keys: tuple[Tensor, Tensor], params: SamplingRows, vocab_offset: int
+def _from_largest(
+    scaled: Tensor, keys: tuple[Tensor, Tensor], params: SamplingRows, width: int, vocab_offset: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample truncated rows from their largest logits: scores, ids, and where those are enough."""
+    """Sample among the ``width`` largest logits: scores, ids, and if they hold all that is kept."""
     vocab = scaled.shape[-1]
-    width = min(NUM_CANDIDATES, vocab)
-    values, ids = scaled.topk(width, dim=-1)
-    ids, by_id = ids.sort(dim=-1)
-    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(-1, by_value)
-
-    weights = _weights(values, values[:, :1])
+    ids = _largest(scaled, width)
+    values = scaled.gather(-1, ids)
+    weights = weights_of(values, values[:, :1])
+    count = torch.where(params.top_k <= 0, vocab, params.top_k.clamp(max=vocab)).to(torch.int64)
     low = weights < params.min_p.unsqueeze(-1)
     weights = torch.where(low, 0.0, weights)
-    limit = torch.where(params.top_k <= 0, vocab, params.top_k.clamp(max=vocab)).to(torch.int64)
+    count = torch.where(low.any(-1), torch.minimum(count, (~low).sum(-1)), count)
+
+    # What top-p is a share of: the first k tokens, or all. The share of a k in between is unknown.
     mass = weights.cumsum(-1, dtype=torch.float64)
-    total = mass.gather(-1, limit.clamp(max=width).unsqueeze(-1) - 1).squeeze(-1)
+    total = mass.gather(-1, count.clamp(1, width).unsqueeze(-1) - 1).squeeze(-1)
     nucleus = params.top_p < 1
-    # Without top-k the total is the vocabulary's. A top-k wider than the candidates is not found.
-    whole = (nucleus & (limit == vocab) & (vocab > width)).nonzero().squeeze(-1)
-    if whole.numel():
-        every = _weights(scaled[whole], values[whole, :1])
-        every = torch.where(every < params.min_p[whole].unsqueeze(-1), 0.0, every)
+    whole = (nucleus & (count == vocab)).nonzero().squeeze(-1)
+    if whole.numel() and width < vocab:
+        every = weights_of(scaled[whole], values[whole, :1])
+        every *= every >= params.min_p[whole].unsqueeze(-1)
         total[whole] = every.sum(-1, dtype=torch.float64)
-    target = params.top_p.double() * total
-    count = torch.minimum(limit, torch.where(params.min_p > 0, (~low).sum(-1), vocab))
-    shortest = (mass < target.unsqueeze(-1)).sum(-1) + 1
+    unknown = nucleus & (count > width) & (count < vocab)
+    target = (params.top_p.double() * total).unsqueeze(-1)
+    shortest = (mass < target).sum(-1) + 1
     count = torch.where(nucleus, torch.minimum(count, shortest), count)
 
-    last = values.gather(-1, count.clamp(max=width).unsqueeze(-1) - 1).squeeze(-1)
-    # A tie of the last kept token may lie outside: then these candidates do not know the order.
-    found = (
-        (count < width) & (last > values[:, -1]) & ~(nucleus & (limit > width) & (limit < vocab))
-    )
-    if width == vocab:
-        found = torch.ones_like(found)
-    keep = torch.arange(width, device=ids.device) < count.unsqueeze(-1)
+    keep = torch.arange(width) < count.unsqueeze(-1)
     noise = log_exponential(noise_bits(keys, ids.to(torch.int32) + vocab_offset))
     candidates = torch.where(keep, values - noise, -torch.inf)
     best = candidates.amax(-1)
     token = torch.where(candidates == best.unsqueeze(-1), ids, vocab - 1).amin(-1)
-    return best, token, found
+    return best, token, (count <= width) & ~unknown
+
+
+def _largest(scaled: Tensor, width: int) -> Tensor:
+    """Ids i64[M, width] by (logit descending, id ascending)."""
+    vocab = scaled.shape[-1]
+    # One integer carries both, all are different, and numpy sorts integers in vector registers.
+    pairs = np.empty((vocab, 2), dtype="<i4")
+    pairs[:, 0] = np.arange(vocab - 1, -1, -1)
+    both = pairs.view("<i8")[:, 0]
+    result = np.empty((scaled.shape[0], width), dtype=np.int64)
+    for row, values in enumerate(scaled.numpy()):
+        bits = (values + np.float32(0)).view(np.int32)  # -0.0 becomes 0.0
+        np.bitwise_xor(bits, (bits >> 31) & 0x7FFFFFFF, out=pairs[:, 1])
+        top = np.partition(both, vocab - width)[vocab - width :] if width < vocab else both
+        result[row] = np.sort(top)[::-1] & 0xFFFFFFFF
+    return torch.from_numpy(vocab - 1 - result)
