@@ -40,15 +40,17 @@ OTHER = "other"
 class Fold:
     """Applies observations to the series since the start and to the window of the last minutes.
 
-    Not thread-safe; its owner holds a lock.
+    After the last ``apply`` of a run comes one ``flush``; only then are the numbers whole. Not
+    thread-safe; its owner holds a lock.
     """
 
-    __slots__ = ("_handlers", "_told", "http", "series", "window")
+    __slots__ = ("_gaps", "_handlers", "_told", "http", "series", "window")
 
     def __init__(self, series: Series, window: Window, handlers: Iterable[str] = ()) -> None:
         self.series = series
         self.window = window
         self._told: set[str] = set()  # running requests whose first token is counted already
+        self._gaps: list[float] = []
         self._handlers = {OTHER, *handlers}
         self.http: Counter[tuple[str, str, str]] = Counter(
             {(handler, "GET", "200"): 0 for handler in sorted(self._handlers)}
@@ -69,6 +71,14 @@ class Fold:
             self.series.add("admission_rejections", 1, observation)
         else:
             self.series.add("request_failures", 1, observation)
+
+    def flush(self, at: float) -> None:
+        """Count what ``apply`` put by: tokens are too many to be counted one request at a time."""
+        if self._gaps:
+            gaps = np.array(self._gaps)
+            self._gaps.clear()
+            self.series.observe_all("inter_token_latency_seconds", gaps)
+            self.window.observe_all(at, "itl", gaps)
 
     def _http_answer(self, answer: HttpAnswer) -> None:
         handler = answer.handler
@@ -145,9 +155,7 @@ class Fold:
         if request.tpot_s is not None:
             self.series.observe("request_time_per_output_token_seconds", request.tpot_s)
             self.window.observe(at, "tpot", request.tpot_s)
-        gaps = np.asarray(request.inter_token_s, dtype=np.float64)
-        self.series.observe_all("inter_token_latency_seconds", gaps)
-        self.window.observe_all(at, "itl", gaps)
+        self._gaps += request.inter_token_s
 
     def _span(self, name: str, start: float | None, end: float | None) -> None:
         if start is not None and end is not None:

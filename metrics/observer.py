@@ -148,14 +148,18 @@ class Metrics:
                     self._drain()
 
     def _drain(self) -> None:
-        """Fold what is pending; the lock is held. What cannot be folded is counted and logged."""
+        """Fold what is pending; the lock is held."""
         for _ in range(len(self._pending)):
-            at, observation = self._pending.popleft()
-            try:
-                self._fold.apply(at, observation)
-            except Exception:
-                self._fold.series.add("observation_errors", 1)
-                logger.exception("an observation could not be counted: %r", observation)
+            self._try(self._fold.apply, *self._pending.popleft())
+        self._try(self._fold.flush, self._clock())
+
+    def _try(self, count: Callable[..., None], *observed: object) -> None:
+        """What cannot be counted is itself counted and logged, and harms nothing else."""
+        try:
+            count(*observed)
+        except Exception:
+            self._fold.series.add("observation_errors", 1)
+            logger.exception("an observation could not be counted: %r", observed)
 
     def _totals(self) -> dict[str, float]:
         totals = {}

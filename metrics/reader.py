@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from infer.errors import RequestError
 from metrics import window
-from metrics.window import GAUGES, LATENCIES, SUMS, Seconds, quantile
+from metrics.bins import quantile
+from metrics.window import GAUGES, LATENCIES, SUMS, Seconds
 
 RECENT_S = 60
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}

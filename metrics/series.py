@@ -17,13 +17,12 @@ Labels = tuple[str, ...]
 class Histogram:
     """Counts of observations by upper bound (``value <= bound``), and their sum."""
 
-    __slots__ = ("_array", "bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)  # the last one is beyond every bound
         self.sum = 0.0
-        self._array: NDArray[np.float64] = np.asarray(self.bounds)
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -31,14 +30,10 @@ class Histogram:
 
     def observe_all(self, values: NDArray[np.float64]) -> None:
         """The same as ``observe`` for each of them; values: f64[n]."""
-        places = np.searchsorted(self._array, values, side="left")
+        places = np.searchsorted(self.bounds, values, side="left")
         added = np.bincount(places, minlength=len(self.counts))
         self.counts = [old + new for old, new in zip(self.counts, added.tolist(), strict=True)]
         self.sum += float(values.sum())
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
 
     def cumulative(self) -> list[int]:
         """Observations at or below each bound; the last one is all of them."""
@@ -79,10 +74,9 @@ class Series:
         of a histogram never falls."""
         self.histograms[name][labels].observe(max(0.0, value))
 
-    def observe_all(self, name: str, values: NDArray[np.float64], *labels: str) -> None:
-        """The same as ``observe`` for each of them; values: f64[n]."""
-        if values.size:
-            self.histograms[name][labels].observe_all(np.maximum(values, 0.0))
+    def observe_all(self, name: str, values: NDArray[np.float64]) -> None:
+        """The same as ``observe`` for each of ``values``, f64[n], without labels."""
+        self.histograms[name][()].observe_all(np.maximum(values, 0.0))
 
     def labelled(self, name: str) -> Iterator[tuple[Labels, float]]:
         yield from self.values[name].items()

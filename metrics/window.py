@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.types import StepStats
+from metrics.bins import NUM_BINS, place, places
 
 SECONDS = 900
 SUMS = (
@@ -21,12 +22,6 @@ SUMS = (
 )  # fmt: skip
 GAUGES = ("running", "waiting", "free_blocks", "used_blocks", "cached_blocks")
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
-
-# Bins grow by 5 %, so a percentile is within 2.5 % of an observed value.
-SHORTEST_S = 1e-5
-GROWTH = 1.05
-NUM_BINS = 400  # up to 2,800 s
-_CENTRES = SHORTEST_S * GROWTH ** (np.arange(NUM_BINS) - 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +68,11 @@ class Window:
 
     def observe(self, at: float, name: str, value: float) -> None:
         """Add one latency in seconds."""
-        place = math.ceil(math.log(max(value, SHORTEST_S) / SHORTEST_S) / math.log(GROWTH))
-        self._bins[LATENCIES.index(name), self._slot(at), min(place, NUM_BINS - 1)] += 1
+        self._bins[LATENCIES.index(name), self._slot(at), place(value)] += 1
 
     def observe_all(self, at: float, name: str, values: NDArray[np.float64]) -> None:
         """Add latencies; values: f64[n], seconds."""
-        scaled = np.log(np.maximum(values, SHORTEST_S) / SHORTEST_S) / math.log(GROWTH)
-        places = np.minimum(np.ceil(scaled).astype(np.int64), NUM_BINS - 1)
-        counts = np.bincount(places, minlength=NUM_BINS).astype(np.uint32)
+        counts = np.bincount(places(values), minlength=NUM_BINS).astype(np.uint32)
         self._bins[LATENCIES.index(name), self._slot(at)] += counts
 
     def last(self, now: float, seconds: int) -> Seconds:
@@ -106,15 +98,3 @@ class Window:
             self._gauges[slots] = before  # a gauge keeps its value until a step changes it
             self._second = second
         return self._second % (SECONDS + 1)
-
-
-def quantile(bins: NDArray[np.uint32], q: float) -> NDArray[np.float64]:
-    """The ``q``-quantile of each row, in seconds; NaN where a row is empty.
-
-    bins: u32[..., NUM_BINS]. Within 2.5 % of the observation of rank ``ceil(q * n)``.
-    """
-    cumulative = np.cumsum(bins, axis=-1, dtype=np.int64)
-    total = cumulative[..., -1]
-    rank = np.maximum(1, np.ceil(q * total))
-    place = np.argmax(cumulative >= rank[..., None], axis=-1)
-    return np.where(total > 0, _CENTRES[place], np.nan)

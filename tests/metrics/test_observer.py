@@ -73,10 +73,13 @@ def test_a_broken_observation_is_counted_and_harms_no_other(
 ) -> None:
     with Metrics(INFO) as metrics, caplog.at_level(logging.ERROR):
         metrics.on_request(replace(REQUEST, finish_reason="melted"))  # type: ignore[arg-type]
+        metrics.on_request(replace(REQUEST, inter_token_s=("soon",)))  # type: ignore[arg-type]
+        values(metrics)
         metrics.on_request(REQUEST)
         value = values(metrics)
-    assert value("infer_observation_errors_total") == 1
-    assert value("infer_request_success_total", finished_reason="stop") == 1
+    assert value("infer_observation_errors_total") == 2
+    assert value("infer_request_success_total", finished_reason="stop") == 2
+    assert value("infer_inter_token_latency_seconds_count") == 3
     assert "melted" in caplog.text
 
 

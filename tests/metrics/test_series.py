@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import mean
 
 import numpy as np
 import pytest
 
-from metrics import buckets, window
+from metrics import bins, buckets, window
 from metrics.names import table
 from metrics.reader import history
 from metrics.series import Histogram
-from metrics.window import NUM_BINS, SECONDS, Window, quantile
+from metrics.window import SECONDS, Window
 from tests.metrics.samples import INFO, STEP, replace
 
 # The bounds that vLLM 0.32 uses: an objective or a heatmap at one of them must find it here.
@@ -58,18 +59,30 @@ def test_size_buckets_end_with_the_limit(largest: int) -> None:
         assert list(bounds) == sorted(set(bounds))
 
 
-def test_histogram_counts_like_a_naive_one() -> None:
+@pytest.mark.parametrize("bounds", [(0.0, 1.0, 2.5, 10.0), buckets.TOKEN])
+def test_histogram_counts_like_a_naive_one(bounds: tuple[float, ...]) -> None:
+    """Also at the bounds and next to them."""
     rng = random.Random(1)
-    observed = [rng.choice([rng.random() * 12, 0.0, 1.0, 2.5, 10.0]) for _ in range(3000)]
-    one, many = Histogram((0.0, 1.0, 2.5, 10.0)), Histogram((0.0, 1.0, 2.5, 10.0))
+    edges = [edge for bound in bounds for edge in neighbours(bound)]
+    observed = [0.0, 4500.0, 1e9, *edges, *(rng.lognormvariate(-3, 3) for _ in range(3000))]
+    one, many = Histogram(bounds), Histogram(bounds)
     for value in observed:
         one.observe(value)
-    many.observe_all(np.array(observed))
-    naive = [sum(value <= bound for value in observed) for bound in one.bounds]
+    values = np.array(observed)
+    many.observe_all(values)
+    naive = [sum(value <= bound for value in observed) for bound in bounds]
     for histogram in (one, many):
         assert histogram.cumulative() == [*naive, len(observed)]
-        assert histogram.count == len(observed)
         assert histogram.sum == pytest.approx(sum(observed))
+
+
+def neighbours(value: float) -> list[float]:
+    return [math.nextafter(value, 0), value, math.nextafter(value, math.inf)]
+
+
+def test_one_and_many_share_their_bins() -> None:
+    values = np.random.default_rng(6).lognormal(-4, 4, 2000)
+    assert [bins.place(value) for value in values.tolist()] == bins.places(values).tolist()
 
 
 @pytest.mark.parametrize("q", [0.01, 0.5, 0.95, 0.99, 1.0])
@@ -79,13 +92,13 @@ def test_percentiles_are_within_their_promise(q: float) -> None:
     ring = Window(0.0)
     ring.observe_all(0.5, "itl", values[:2000])
     ring.observe(0.5, "itl", float(values[2000]))
-    (found,) = quantile(ring.last(1.0, 1).bins[window.LATENCIES.index("itl")], q)
+    (found,) = bins.quantile(ring.last(1.0, 1).bins[window.LATENCIES.index("itl")], q)
     exact = np.quantile(values, q, method="inverted_cdf")
     assert found == pytest.approx(exact, rel=0.026)
 
 
 def test_percentile_of_nothing_is_nan() -> None:
-    assert np.isnan(quantile(np.zeros(NUM_BINS, np.uint32), 0.5))
+    assert np.isnan(bins.quantile(np.zeros(bins.NUM_BINS, np.uint32), 0.5))
 
 
 def test_extreme_latencies_are_kept() -> None:
