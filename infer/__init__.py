@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from infer.llm import LLM
     from infer.loading import load
     from infer.model import Model
-    from infer.snapshot import restore, snapshot
+    from infer.snapshots import restore, snapshot
     from infer.types import Request, SamplingParams
 
 __version__ = "0.1.0"
@@ -55,8 +55,8 @@ _HOMES = {
     "init": "infer.initialize",
     "launch": "infer.engine",
     "load": "infer.loading",
-    "restore": "infer.snapshot",
-    "snapshot": "infer.snapshot",
+    "restore": "infer.snapshots",
+    "snapshot": "infer.snapshots",
     "step": "infer.engine",
     "submit": "infer.engine",
 }

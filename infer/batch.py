@@ -34,7 +34,9 @@ class Batch:
     input_ids: Tensor  # i32[num_tokens], where the host knows the value
     src_rows: Tensor  # i32[num_tokens], >= 0: take RowState.last_token[src_row] instead
     attention: AttentionMeta
-    logits_rows: Tensor  # i32[num_logits], tokens whose hidden state goes through the LM head
+    logits_rows: Tensor  # i32[num_logits], the last token of every sequence that samples
     sample_logits: Tensor  # i32[num_samples], which logits row each sampling row reads
     sample_rows: Tensor  # i32[num_samples], the RowState row that receives the token
     sample_positions: Tensor  # i32[num_samples], position of the sampled token (for its noise)
+    prompt_rows: Tensor  # i32[num_prompt_logprobs], tokens whose successor's logprob is wanted
+    prompt_targets: Tensor  # i32[num_prompt_logprobs], those successors

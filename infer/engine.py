@@ -21,7 +21,7 @@ from infer.host import Host
 from infer.hostbatch import build
 from infer.model import Model
 from infer.plan import Plan
-from infer.report import LogprobArrays, Report, StepValues
+from infer.report import LogprobArrays, Report
 from infer.schedule import schedule
 from infer.state import EngineState, Ticket
 from infer.types import Logprob, PromptLogprobsEvent, Request, StepStats
@@ -34,7 +34,7 @@ def submit(state: EngineState, requests: Request | Iterable[Request]) -> EngineS
         RequestError: one of them can never run; the message names value, limit and remedy.
         StateError: this state was already advanced.
     """
-    _check_current(state)
+    check_current(state)
     return replace(state, host=hosts.submit(state.host, requests, state.limits))
 
 
@@ -43,7 +43,7 @@ def abort(state: EngineState, request_id: str) -> EngineState:
 
     An id that is not live changes nothing: it may have finished a moment ago.
     """
-    _check_current(state)
+    check_current(state)
     return replace(state, host=hosts.abort(state.host, request_id))
 
 
@@ -54,7 +54,7 @@ def fork(state: EngineState, request_id: str, new_id: str) -> EngineState:
         RequestError: unknown source, an id in use, or no free row.
         StateError: a step is in flight for the source, or this state was already advanced.
     """
-    _check_current(state)
+    check_current(state)
     return replace(state, host=hosts.fork(state.host, request_id, new_id, state.limits))
 
 
@@ -68,7 +68,7 @@ def launch(model: Model, state: EngineState) -> tuple[EngineState, Ticket]:
 
     If it raises, the given state is still good: nothing of the step was recorded.
     """
-    _check_current(state)
+    check_current(state)
     started = time.monotonic()
     plan, host = schedule(state.host, state.limits)
     batch = build(plan, host.seqs)
@@ -84,7 +84,7 @@ def collect(model: Model, state: EngineState, ticket: Ticket) -> tuple[EngineSta
     Raises:
         StateError: tickets are collected out of order or twice, or the state was already advanced.
     """
-    _check_current(state)
+    check_current(state)
     expected = state.host.step - state.host.in_flight
     if ticket.step != expected or not state.host.in_flight:
         raise StateError(
@@ -115,7 +115,8 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, Report]:
     return collect(model, state, ticket)
 
 
-def _check_current(state: EngineState) -> None:
+def check_current(state: EngineState) -> None:
+    """Raise StateError unless ``state`` is the newest of its engine."""
     if state.generation != state.runtime.generation:
         raise StateError(
             f"this state (generation {state.generation}) was already advanced to generation "
@@ -195,8 +196,3 @@ def _prompt_event(
             if target < len(ids):
                 out.append(values.entry(i, ids[target], top_n))
     return PromptLogprobsEvent(request.request_id, tuple(out))
-
-
-def empty_values() -> StepValues:
-    """The values of a step that computed nothing."""
-    return StepValues(np.empty(0, np.int32), np.empty(0, np.bool_))

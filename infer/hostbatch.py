@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from infer import sequences
 from infer.blocks import Int32
 from infer.plan import Plan
 from infer.sequences import Sequences
@@ -26,10 +27,12 @@ class HostBatch:
     seq_rows: Int32  # i32[S]
     cu_seqlens_q: Int32  # i32[S + 1]
     context_lens: Int32  # i32[S], KV positions once this step has written its own
-    logits_rows: Int32  # i32[L], tokens that need logits; the sampling sequences' come first
+    logits_rows: Int32  # i32[L], the last token of every sequence that samples
     sample_logits: Int32  # i32[M], index into logits_rows
     sample_rows: Int32  # i32[M]
     sample_positions: Int32  # i32[M], position of the token to be sampled
+    prompt_rows: Int32  # i32[P], tokens whose successor's log-probability was asked for
+    prompt_targets: Int32  # i32[P], those successors; 0 after a prompt's last token
     num_decode: int  # sequences with one position: the first of S
     max_seqlen_q: int
     max_seqlen_k: int
@@ -56,11 +59,12 @@ def build(plan: Plan, seqs: Sequences) -> HostBatch:
     context_lens = cached + q_lens
     return HostBatch(
         **_inputs(plan, seqs, positions, cu_seqlens_q),
+        **_prompt_targets(plan, seqs, cu_seqlens_q),
         positions=positions,
         seq_rows=plan.rows,
         cu_seqlens_q=cu_seqlens_q,
         context_lens=context_lens,
-        logits_rows=_logits_rows(plan, cu_seqlens_q),
+        logits_rows=cu_seqlens_q[1:][plan.samples] - 1,
         sample_logits=plan.sample_seqs,
         sample_rows=plan.sample_rows,
         sample_positions=context_lens[plan.samples][plan.sample_seqs],
@@ -93,13 +97,16 @@ def _inputs(
     return {"input_ids": input_ids, "src_rows": src_rows, "slot_mapping": slot_mapping}
 
 
-def _logits_rows(plan: Plan, cu_seqlens_q: Int32) -> Int32:
-    """Last tokens of the sampling sequences, then every token of those with prompt_logprobs."""
-    last: Int32 = cu_seqlens_q[1:][plan.samples] - 1
-    if not plan.prompt_logprobs.size:
-        return last
-    spans = [
-        np.arange(cu_seqlens_q[i], cu_seqlens_q[i + 1], dtype=np.int32)
-        for i in plan.prompt_logprobs.tolist()
-    ]
-    return np.concatenate([last, *spans])
+def _prompt_targets(plan: Plan, seqs: Sequences, cu_seqlens_q: Int32) -> dict[str, Int32]:
+    rows, targets = [_EMPTY], [_EMPTY]
+    for i in plan.prompt_logprobs.tolist():
+        rows.append(np.arange(cu_seqlens_q[i], cu_seqlens_q[i + 1], dtype=np.int32))
+        successors = np.zeros(plan.num_scheduled[i], np.int32)
+        first = int(plan.num_cached[i]) + 1
+        known = sequences.tokens(seqs, int(plan.rows[i]))[first : first + successors.size]
+        successors[: known.size] = known
+        targets.append(successors)
+    return {"prompt_rows": np.concatenate(rows), "prompt_targets": np.concatenate(targets)}
+
+
+_EMPTY = np.empty(0, np.int32)

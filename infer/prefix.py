@@ -229,12 +229,3 @@ def check(index: PrefixIndex, pool: BlockPool) -> None:
             children[parent.block] += 1
     assert len(index.by_block) == len(index.by_digest) == int(np.count_nonzero(pool.cached))
     assert (children == index.num_children).all(), "child counts drifted"
-
-
-def clear(pool: BlockPool, index: PrefixIndex, step: int) -> tuple[BlockPool, PrefixIndex]:
-    """Forget every entry; blocks that nobody holds become free."""
-    draft = Draft.of(pool, index, step)
-    draft._drop([entry for _, entry in sorted(index.by_block.items(), key=lambda item: item[0])])
-    return draft.freeze()
-
-

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from infer.blocks import Int32
 from infer.config import Limits
+from infer.host import num_slots
+from infer.ops import logit_edits
+from infer.ops.logit_edits import LogitEdits
 from infer.ops.sample import SamplingRows
 from infer.plan import Plan
 from infer.sequences import Sequences
@@ -21,6 +26,7 @@ class RowState:
     last_token: Tensor  # i32[max_num_seqs + 1], the token each row sampled last
     block_tables: Tensor  # i32[max_num_seqs + 1, max_blocks_per_seq]
     sampling: SamplingRows
+    edits: LogitEdits  # penalties, bias and bans of the rows that hold a slot
 
 
 def make(limits: Limits, device: torch.device) -> RowState:
@@ -43,37 +49,80 @@ def make(limits: Limits, device: torch.device) -> RowState:
             seed=torch.zeros(rows, 2, dtype=torch.int32, device=device),
             choice=full(0, torch.int32),
         ),
+        edits=logit_edits.allocate(num_slots(limits), limits.vocab_size, device=device),
     )
 
 
-def introduce(rows: RowState, plan: Plan, seqs: Sequences) -> RowState:
-    """Tell the device about rows that start in this step, and about new block-table entries."""
-    device = rows.last_token.device
-    if plan.starts.size:
-        _set_parameters(rows, plan.starts, seqs)
-    if plan.table_rows.size:
-        deltas = torch.from_numpy(
-            np.stack([plan.table_rows, plan.table_columns, plan.table_blocks])
-        ).to(device, non_blocking=True)
-        rows.block_tables.index_put_((deltas[0].long(), deltas[1].long()), deltas[2])
+def starting_values(plan: Plan, seqs: Sequences) -> dict[str, Int32]:
+    """Parameters of the rows that start in this step, as int32 words to upload."""
+    rows = plan.starts.tolist()
+    params = [seqs.request[row].params for row in rows]
+    floats = np.array([[p.temperature, p.top_p, p.min_p] for p in params], np.float32)
+    seeds = np.array([p.seed for p in params], np.int64)
+    words = np.stack([seeds & 0xFFFFFFFF, seeds >> 32], axis=1).astype(np.uint32)
+    last = [seqs.token_ids[row][seqs.num_tokens[row] - 1] for row in rows]
+    return {
+        "starts": plan.starts,
+        "start_floats": floats.view(np.int32),
+        "start_top_k": np.array([p.top_k for p in params], np.int32),
+        "start_seeds": words.view(np.int32),
+        "start_choices": seqs.choice[plan.starts],
+        "start_tokens": np.array(last, np.int32),
+    }
+
+
+def table_changes(plan: Plan) -> dict[str, Int32]:
+    """Changed block-table entries, to upload."""
+    return {
+        "table_rows": plan.table_rows,
+        "table_columns": plan.table_columns,
+        "table_blocks": plan.table_blocks,
+    }
+
+
+def introduce(rows: RowState, uploaded: Mapping[str, Tensor]) -> RowState:
+    """Apply what ``starting_values`` and ``table_changes`` uploaded. Rows donated."""
+    if "starts" in uploaded:
+        index = uploaded["starts"].long()
+        floats = uploaded["start_floats"].view(torch.float32)
+        s = rows.sampling
+        for target, values in (
+            (s.temperature, floats[:, 0]),
+            (s.top_p, floats[:, 1]),
+            (s.min_p, floats[:, 2]),
+            (s.top_k, uploaded["start_top_k"]),
+            (s.seed, uploaded["start_seeds"]),
+            (s.choice, uploaded["start_choices"]),
+            (rows.last_token, uploaded["start_tokens"]),
+        ):
+            target.index_copy_(0, index, values)
+    if "table_rows" in uploaded:
+        where = (uploaded["table_rows"].long(), uploaded["table_columns"].long())
+        rows.block_tables.index_put_(where, uploaded["table_blocks"])
     return rows
 
 
-def _set_parameters(rows: RowState, starts: np.ndarray[tuple[int], np.dtype[np.int32]], seqs: Sequences) -> None:
-    device = rows.last_token.device
-    params = [seqs.request[row].params for row in starts.tolist()]
-    seeds = np.array([p.seed for p in params], np.int64)
-    words = np.stack([seeds & 0xFFFFFFFF, seeds >> 32], axis=1).astype(np.uint32).view(np.int32)
-    last = [seqs.token_ids[row][seqs.num_tokens[row] - 1] for row in starts.tolist()]
-    index = torch.from_numpy(starts).to(device).long()
-    s = rows.sampling
-    for target, values in (
-        (s.temperature, np.array([p.temperature for p in params], np.float32)),
-        (s.top_k, np.array([p.top_k for p in params], np.int32)),
-        (s.top_p, np.array([p.top_p for p in params], np.float32)),
-        (s.min_p, np.array([p.min_p for p in params], np.float32)),
-        (s.seed, words),
-        (s.choice, seqs.choice[starts]),
-        (rows.last_token, np.array(last, np.int32)),
-    ):
-        target.index_copy_(0, index, torch.from_numpy(values).to(device))
+def fill_slots(rows: RowState, plan: Plan, seqs: Sequences, eos: tuple[int, ...]) -> RowState:
+    """Set the penalty state of starting rows that hold a slot. Rows donated."""
+    edits = rows.edits
+    for row in plan.starts.tolist():
+        slot = int(seqs.slot[row])
+        if slot < 0:
+            continue
+        params = seqs.request[row].params
+        length = int(seqs.num_prompt_tokens[row])
+        known = torch.from_numpy(seqs.token_ids[row][: seqs.num_tokens[row]].astype(np.int64))
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+        edits = logit_edits.fill(
+            edits,
+            slot,
+            prompt=known[:length],
+            generated=known[length:],
+            bias=params.logit_bias or {},
+            stops=sorted(stops) if params.min_tokens else (),
+            min_position=length + params.min_tokens,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+        )
+    return replace(rows, edits=edits)

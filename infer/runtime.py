@@ -8,19 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer import device_step as step
 from infer import rows as row_state
 from infer.batch import AttentionMeta, Batch
-from infer.errors import EngineError
+from infer.blocks import Int32
 from infer.hostbatch import HostBatch
 from infer.kv import KVCache
 from infer.model import Model
-from infer.models import forward, logits
 from infer.ops import Ops
-from infer.ops.sample import SampleFlags, sample
+from infer.ops.logprobs import Logprobs
+from infer.ops.sample import SampleFlags
 from infer.plan import Plan
-from infer.report import StepValues
+from infer.report import LogprobArrays, StepValues
 from infer.rows import RowState
 from infer.sequences import Need, Sequences
+from infer.staging import Direct, Uploader
+from infer.device_step import DeviceValues, Extras
 
 
 class Pending(Protocol):
@@ -41,12 +44,19 @@ class Ready:
         return self._values
 
 
-class Runtime:
-    """Compiled functions and buffers for one (model, KV cache), and the newest generation."""
+EMPTY = StepValues(np.empty(0, np.int32), np.empty(0, np.bool_))
 
-    def __init__(self, ops: Ops) -> None:
+
+class Runtime:
+    """Runs steps eagerly (or through a compiled layer) for one (model, KV cache).
+
+    ``generation`` is that of the newest state; an older one was already advanced.
+    """
+
+    def __init__(self, ops: Ops, uploader: Uploader | None = None) -> None:
         self.generation = 0
         self.ops = ops
+        self.uploader: Uploader = uploader or Direct()
 
     def take_counters(self) -> tuple[bool, int]:
         """Whether the last step replayed a graph, and recompilations since the last call."""
@@ -63,75 +73,148 @@ class Runtime:
         seqs: Sequences,
     ) -> tuple[Pending, KVCache, RowState]:
         """Launch one step. ``kv`` and ``rows`` are donated."""
-        rows = row_state.introduce(rows, plan, seqs)
-        kv = copy_blocks(kv, plan)
+        arrays = {**step_arrays(plan, batch, seqs), **batch_arrays(batch)}
+        uploaded = self.uploader.upload(arrays)
+        kv, rows = self.prepare(model, kv, rows, plan, seqs, uploaded)
         if not plan.num_sequences:
             return Ready(EMPTY), kv, rows
-        device_batch = upload(batch, rows.block_tables)
-        hidden, kv = forward(
-            model.config, model.tp, model.weights, kv, device_batch, rows.last_token, self.ops
+        device_batch = device_batch_of(uploaded, batch, rows.block_tables)
+        values, kv, rows = self.compute(
+            model, kv, rows, device_batch, extras(plan, seqs, uploaded)
         )
-        if not batch.logits_rows.size:
-            return Ready(EMPTY), kv, rows
-        scores = logits(
-            model.config, model.tp, model.weights, hidden, device_batch.logits_rows, self.ops
-        )
-        params = rows.sampling.select(device_batch.sample_rows)
-        picked = sample(
-            scores,
-            device_batch.sample_logits,
-            device_batch.sample_positions,
-            params,
-            sample_flags(plan),
-        )
-        rows.last_token.index_copy_(0, device_batch.sample_rows.long(), picked.tokens)
-        values = StepValues(picked.tokens.cpu().numpy(), picked.nan.cpu().numpy())
-        return Ready(values), kv, rows
+        return self.fetch(values), kv, rows
+
+    def prepare(
+        self,
+        model: Model,
+        kv: KVCache,
+        rows: RowState,
+        plan: Plan,
+        seqs: Sequences,
+        uploaded: dict[str, Tensor],
+    ) -> tuple[KVCache, RowState]:
+        """Bring rows and shared blocks up to date before the step's own work."""
+        rows = row_state.introduce(rows, uploaded)
+        if plan.starts.size and (seqs.slot[plan.starts] >= 0).any():
+            rows = row_state.fill_slots(rows, plan, seqs, model.defaults.eos_token_ids)
+        return copy_blocks(kv, uploaded.get("copies")), rows
+
+    def compute(
+        self, model: Model, kv: KVCache, rows: RowState, batch: Batch, wants: Extras
+    ) -> tuple[DeviceValues | None, KVCache, RowState]:
+        """Forward pass and sampling."""
+        hidden, kv = step.forward(model, self.ops, kv, rows, batch)
+        prompt = None
+        if wants.prompt_top_n is not None:
+            prompt = step.prompt_logprobs(model, self.ops, hidden, batch, wants.prompt_top_n)
+        if not batch.logits_rows.numel():
+            if prompt is None:
+                return None, kv, rows
+            none = batch.sample_rows
+            return DeviceValues(none, none.bool(), None, prompt), kv, rows
+        scores = step.logits(model, self.ops, hidden, batch.logits_rows)
+        values, rows = step.pick(scores, rows, batch, wants)
+        return DeviceValues(values.tokens, values.nan, values.logprobs, prompt), kv, rows
+
+    def fetch(self, values: DeviceValues | None) -> Pending:
+        """Start bringing the values to the host."""
+        return Ready(EMPTY if values is None else host_values(values))
 
 
-EMPTY = StepValues(np.empty(0, np.int32), np.empty(0, np.bool_))
-
-
-def sample_flags(plan: Plan) -> SampleFlags:
-    """What holds for every sampling row of the step."""
-    truncates = bool(plan.need & Need.TRUNCATION)
-    return SampleFlags(
-        greedy=not plan.need & Need.RANDOM, top_k=truncates, top_p=truncates, min_p=truncates
-    )
-
-
-def upload(batch: HostBatch, block_tables: Tensor) -> Batch:
-    """The batch on the device of ``block_tables``; on a CPU nothing is copied."""
-    device = block_tables.device
-
-    def put(array: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
-    return Batch(
-        input_ids=put(batch.input_ids),
-        src_rows=put(batch.src_rows),
-        attention=AttentionMeta(
-            positions=put(batch.positions),
-            slot_mapping=put(batch.slot_mapping),
-            seq_rows=put(batch.seq_rows),
-            cu_seqlens_q=put(batch.cu_seqlens_q),
-            context_lens=put(batch.context_lens),
-            block_tables=block_tables,
-            max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_k,
-            decode=batch.num_decode == batch.num_seqs,
-        ),
-        logits_rows=put(batch.logits_rows),
-        sample_logits=put(batch.sample_logits),
-        sample_rows=put(batch.sample_rows),
-        sample_positions=put(batch.sample_positions),
-    )
-
-
-def copy_blocks(kv: KVCache, plan: Plan) -> KVCache:
-    """Copy shared partial blocks before anything of the step is written. KV donated."""
+def step_arrays(plan: Plan, batch: HostBatch, seqs: Sequences) -> dict[str, Int32]:
+    """What must change on the device before a step, and which sampling rows ask for more."""
+    arrays: dict[str, Int32] = {}
+    if plan.starts.size:
+        arrays |= row_state.starting_values(plan, seqs)
+    if plan.table_rows.size:
+        arrays |= row_state.table_changes(plan)
     if plan.copies.size:
-        pairs = torch.from_numpy(plan.copies).to(kv.k[0].device).long()
+        arrays["copies"] = plan.copies
+    if plan.need & Need.PENALTIES:
+        slots = seqs.slot[plan.sample_rows]
+        arrays["edit_samples"] = np.flatnonzero(slots >= 0).astype(np.int32)
+        arrays["edit_slots"] = slots[slots >= 0]
+    return arrays
+
+
+def batch_arrays(batch: HostBatch) -> dict[str, Int32]:
+    """The batch's arrays by name."""
+    names = (
+        "input_ids src_rows positions slot_mapping seq_rows cu_seqlens_q context_lens logits_rows "
+        "sample_logits sample_rows sample_positions prompt_rows prompt_targets"
+    )
+    return {name: getattr(batch, name) for name in names.split()}
+
+
+def device_batch_of(
+    uploaded: dict[str, Tensor], batch: HostBatch, block_tables: Tensor
+) -> Batch:
+    """The uploaded arrays as the forward pass takes them."""
+    meta = AttentionMeta(
+        positions=uploaded["positions"],
+        slot_mapping=uploaded["slot_mapping"],
+        seq_rows=uploaded["seq_rows"],
+        cu_seqlens_q=uploaded["cu_seqlens_q"],
+        context_lens=uploaded["context_lens"],
+        block_tables=block_tables,
+        max_seqlen_q=batch.max_seqlen_q,
+        max_seqlen_k=batch.max_seqlen_k,
+        decode=batch.max_seqlen_q == 1,
+    )
+    return Batch(
+        input_ids=uploaded["input_ids"],
+        src_rows=uploaded["src_rows"],
+        attention=meta,
+        logits_rows=uploaded["logits_rows"],
+        sample_logits=uploaded["sample_logits"],
+        sample_rows=uploaded["sample_rows"],
+        sample_positions=uploaded["sample_positions"],
+        prompt_rows=uploaded["prompt_rows"],
+        prompt_targets=uploaded["prompt_targets"],
+    )
+
+
+def extras(plan: Plan, seqs: Sequences, uploaded: dict[str, Tensor]) -> Extras:
+    """What the step's sampling rows ask for, as static choices and uploaded indices."""
+    top_n = prompt_top_n = None
+    if plan.need & Need.LOGPROBS:
+        top_n = max(seqs.request[row].params.logprobs or 0 for row in plan.sample_rows.tolist())
+    if plan.prompt_logprobs.size:
+        wanting = plan.requests[plan.prompt_logprobs]
+        prompt_top_n = max(request.params.prompt_logprobs or 0 for request in wanting)
+    truncates = bool(plan.need & Need.TRUNCATION)
+    return Extras(
+        flags=SampleFlags(
+            greedy=not plan.need & Need.RANDOM, top_k=truncates, top_p=truncates, min_p=truncates
+        ),
+        edit_samples=uploaded.get("edit_samples"),
+        edit_slots=uploaded.get("edit_slots"),
+        top_n=top_n,
+        prompt_top_n=prompt_top_n,
+    )
+
+
+def host_values(values: DeviceValues) -> StepValues:
+    """Copy a step's values to the host, waiting for them."""
+
+    def arrays(found: Logprobs | None) -> LogprobArrays | None:
+        if found is None:
+            return None
+        parts = (found.token, found.rank, found.top_ids, found.top)
+        return LogprobArrays(*(part.cpu().numpy() for part in parts))
+
+    return StepValues(
+        tokens=values.tokens.cpu().numpy(),
+        failed=values.nan.cpu().numpy(),
+        logprobs=arrays(values.logprobs),
+        prompt_logprobs=arrays(values.prompt_logprobs),
+    )
+
+
+def copy_blocks(kv: KVCache, copies: Tensor | None) -> KVCache:
+    """Copy shared partial blocks before anything of the step is written. KV donated."""
+    if copies is not None:
+        pairs = copies.long()
         for cache in (*kv.k, *kv.v):
             cache.index_copy_(0, pairs[:, 1], cache.index_select(0, pairs[:, 0]))
     return kv

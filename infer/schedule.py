@@ -164,11 +164,7 @@ def _preempt_last(r: _Round) -> None:
     assert holders.size, "the pool holds at least one sequence of max_model_len"
     row = int(holders[np.lexsort((holders, s.rank[holders]))[-1]])
     r.draft.release(sequences.table(s, row))
-    s.status[row] = Status.PREEMPTED
-    s.num_cached_tokens[row] = s.num_blocks[row] = s.num_registered[row] = 0
-    s.num_preemptions[row] += 1
-    s.prefix_tail[row] = None
-    s.block_table[row] = np.empty(0, np.int32)
+    sequences.preempt(s, row)
     r.preempted.append(s.request[row].request_id)
 
 

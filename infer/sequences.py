@@ -183,6 +183,15 @@ def place(
     seqs.stop_tail[row] = b""
 
 
+def preempt(seqs: Sequences, row: int) -> None:
+    """Let ``row`` keep its tokens without KV; its blocks were released before. Donated."""
+    seqs.status[row] = Status.PREEMPTED
+    seqs.num_cached_tokens[row] = seqs.num_blocks[row] = seqs.num_registered[row] = 0
+    seqs.num_preemptions[row] += 1
+    seqs.prefix_tail[row] = None
+    seqs.block_table[row] = np.empty(0, np.int32)
+
+
 def vacate(seqs: Sequences, row: int) -> None:
     """Free ``row`` and change its epoch; its blocks were released before. Sequences donated."""
     seqs.status[row] = Status.FREE

@@ -210,7 +210,7 @@ class Driver:
         )
         every = i32(list(range(count)))
         none = i32([-1] * len(ids))
-        return Batch(i32(ids), none, meta, every, every, every, every)
+        return Batch(i32(ids), none, meta, every, every, every, every, every[:0], every[:0])
 
     @torch.inference_mode()
     def run(self, chunks: list[tuple[int, list[int]]], pad: int = 0) -> list[Tensor]:

@@ -1,0 +1,89 @@
+"""A step's work on the device: forward pass, logits, sampling. Pure apart from what is donated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from infer import models
+from infer.batch import Batch
+from infer.kv import KVCache
+from infer.model import Model
+from infer.ops import Ops, logit_edits
+from infer.ops.logprobs import Logprobs, logprobs, logprobs_in_slices
+from infer.ops.sample import SampleFlags, sample
+from infer.rows import RowState
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What some sampling rows of a step ask for beside a token."""
+
+    flags: SampleFlags
+    edit_samples: Tensor | None = None  # i32[E], sampling rows that hold a penalty slot
+    edit_slots: Tensor | None = None  # i32[E]
+    top_n: int | None = None  # log-probabilities of the sampled tokens, and so many alternatives
+    prompt_top_n: int | None = None  # of prompt positions
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceValues:
+    """A step's results, on the device."""
+
+    tokens: Tensor  # i32[M]
+    nan: Tensor  # bool[M]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+
+
+def forward(
+    model: Model, ops: Ops, kv: KVCache, rows: RowState, batch: Batch
+) -> tuple[Tensor, KVCache]:
+    """Hidden states ``[num_tokens, hidden_size]`` before the final norm. KV donated."""
+    return models.forward(
+        model.config, model.tp, model.weights, kv, batch, rows.last_token, ops
+    )
+
+
+def logits(model: Model, ops: Ops, hidden: Tensor, token_rows: Tensor) -> Tensor:
+    """float32 ``[num_rows, vocab_size]`` of the chosen tokens."""
+    return models.logits(model.config, model.tp, model.weights, hidden, token_rows, ops)
+
+
+def pick(
+    scores: Tensor, rows: RowState, batch: Batch, extras: Extras
+) -> tuple[DeviceValues, RowState]:
+    """Sample every sampling row of ``scores`` and remember the tokens. Rows donated."""
+    params = rows.sampling.select(batch.sample_rows)
+    edited, sources = scores, batch.sample_logits
+    if extras.edit_samples is not None and extras.edit_slots is not None:
+        edited, sources = logit_edits.edit(
+            scores,
+            batch.sample_logits,
+            batch.sample_positions,
+            samples=extras.edit_samples,
+            slots=extras.edit_slots,
+            edits=rows.edits,
+        )
+    picked = sample(edited, sources, batch.sample_positions, params, extras.flags)
+    rows.last_token.index_copy_(0, batch.sample_rows.long(), picked.tokens)
+    if extras.edit_samples is not None and extras.edit_slots is not None:
+        tokens = picked.tokens.index_select(0, extras.edit_samples)
+        rows = replace(rows, edits=logit_edits.count(rows.edits, extras.edit_slots, tokens))
+    own = None
+    if extras.top_n is not None:
+        own = logprobs(scores, batch.sample_logits, picked.tokens, extras.top_n)
+    return DeviceValues(picked.tokens, picked.nan, own), rows
+
+
+def prompt_logprobs(
+    model: Model, ops: Ops, hidden: Tensor, batch: Batch, top_n: int
+) -> Logprobs:
+    """Log-probabilities of the prompt's own tokens at ``batch.prompt_rows``, in bounded memory."""
+
+    def logits_of(start: int, end: int) -> Tensor:
+        return logits(model, ops, hidden, batch.prompt_rows[start:end])
+
+    return logprobs_in_slices(logits_of, batch.prompt_targets, top_n)

@@ -1,0 +1,71 @@
+"""Host arrays to the device: one packed pinned buffer and one copy a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.blocks import Int32
+
+SLOTS = 4  # steps in flight, and one that is being filled
+
+
+class Uploader(Protocol):
+    """Puts int32 arrays on a device."""
+
+    def upload(self, arrays: Mapping[str, Int32]) -> dict[str, Tensor]:
+        """The same values as tensors on the device, valid until the step's work has run."""
+
+
+class Direct:
+    """The CPU's uploader: tensors share the arrays' memory."""
+
+    def upload(self, arrays: Mapping[str, Int32]) -> dict[str, Tensor]:
+        """Wrap every array."""
+        return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in arrays.items()}
+
+
+class Staging:
+    """CUDA's uploader. A pinned buffer is not rewritten before its last copy has been read."""
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        self._device = device
+        self._buffers = [self._pinned(capacity) for _ in range(SLOTS)]
+        self._events = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._next = 0
+
+    @staticmethod
+    def _pinned(capacity: int) -> Tensor:
+        return torch.empty(capacity, dtype=torch.int32, pin_memory=True)
+
+    def upload(self, arrays: Mapping[str, Int32]) -> dict[str, Tensor]:
+        """Pack, copy without waiting, and view the parts."""
+        total = sum(v.size for v in arrays.values())
+        host = self._acquire(total)
+        flat = host.numpy()
+        at, spans = 0, {}
+        for name, array in arrays.items():
+            flat[at : at + array.size] = array.reshape(-1)
+            spans[name] = (at, at + array.size, array.shape)
+            at += array.size
+        packed = host[:total].to(self._device, non_blocking=True)
+        self._events[self._next].record()
+        return {k: packed[a:b].view(shape) for k, (a, b, shape) in spans.items()}
+
+    def copy_into(self, target: Tensor, array: Int32) -> None:
+        """Copy a packed array into a device tensor of a graph."""
+        host = self._acquire(array.size)
+        host.numpy()[: array.size] = array
+        target.copy_(host[: array.size], non_blocking=True)
+        self._events[self._next].record()
+
+    def _acquire(self, size: int) -> Tensor:
+        self._next = (self._next + 1) % SLOTS
+        self._events[self._next].synchronize()
+        if self._buffers[self._next].numel() < size:
+            self._buffers[self._next] = self._pinned(2 * size)
+        return self._buffers[self._next]
