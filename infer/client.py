@@ -57,6 +57,9 @@ class EngineClient(Protocol):
             EngineUnavailable: the engine is dead or stopping.
         """
 
+    def add_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` of every step and request from now on."""
+
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets ``FinishEvent(reason=ABORT)``. Idempotent."""
 
@@ -81,8 +84,8 @@ class Link(Protocol):
     def send(self, command: Command) -> None:
         """Hand over a command; never blocks."""
 
-    async def join(self, timeout: float) -> bool:
-        """Wait for the loop's end; whether it came in time."""
+    async def join(self, deadline: float) -> bool:
+        """Wait for the loop's end; whether it came within ``deadline`` seconds."""
 
 
 class LinkedClient:
@@ -116,6 +119,10 @@ class LinkedClient:
         """Run a request; see ``EngineClient.generate``."""
         return self._desk.open(request, arrival)
 
+    def add_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` of every step and request from now on."""
+        self._desk.add_observer(observer)
+
     def abort(self, request_id: str) -> None:
         """End a request; see ``EngineClient.abort``."""
         self._desk.abort(request_id)
@@ -140,9 +147,9 @@ class _ThreadLink:
     def send(self, command: Command) -> None:
         self._inbox.put(command)
 
-    async def join(self, timeout: float) -> bool:
+    async def join(self, deadline: float) -> bool:
         try:
-            await asyncio.wait_for(self._ended.wait(), timeout)
+            await asyncio.wait_for(self._ended.wait(), deadline)
         except TimeoutError:
             return False
         return True

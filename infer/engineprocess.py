@@ -25,7 +25,7 @@ CHUNK = 1 << 18
 
 
 def main(descriptor: int) -> int:
-    """Serve one engine over the socket ``descriptor`` until told to stop, or the other end closes."""
+    """Serve one engine over the socket ``descriptor`` until told to stop or left alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
     connection = socket.socket(fileno=descriptor)
     inbox = Inbox()

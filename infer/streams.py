@@ -175,6 +175,10 @@ class Desk:
         self._closed = False
         self.last_step: StepStats | None = None
 
+    def add_observer(self, observer: Observer) -> None:
+        """Tell one more observer from now on."""
+        self._observers = (*self._observers, observer)
+
     @property
     def failure(self) -> str | None:
         """Why the engine died; None while it lives."""
@@ -260,10 +264,10 @@ class Desk:
         """Refuse new requests from now on."""
         self._closed = True
 
-    async def drained(self, timeout: float) -> bool:
-        """Wait until no request is open; whether that happened within ``timeout`` seconds."""
+    async def drained(self, deadline: float) -> bool:
+        """Wait until no request is open; whether that happened within ``deadline`` seconds."""
         try:
-            await asyncio.wait_for(self._drained.wait(), timeout)
+            await asyncio.wait_for(self._drained.wait(), deadline)
         except TimeoutError:
             return False
         return True

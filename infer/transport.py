@@ -33,8 +33,8 @@ async def start_process(
 ) -> LinkedClient:
     """Start an engine process and wait until its engine is made.
 
-    ``builder`` names a function, ``module:function``, that gets ``options`` (JSON values) in the new
-    process and returns an ``infer.client.Engine``.
+    ``builder`` names a function, ``module:function``, that gets ``options`` (JSON values) in the
+    new process and returns an ``infer.client.Engine``.
 
     Raises:
         InferError: what the builder raised; ``EngineError`` for errors that are not ours, or when
@@ -79,9 +79,9 @@ class _ProcessLink:
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(wire.frame(wire.command_message(command)))
 
-    async def join(self, timeout: float) -> bool:
+    async def join(self, deadline: float) -> bool:
         try:
-            await asyncio.wait_for(self.ended.wait(), timeout)
+            await asyncio.wait_for(self.ended.wait(), deadline)
         except TimeoutError:
             await self.kill()
             return False
@@ -113,9 +113,7 @@ class _ProcessLink:
 class _Protocol(asyncio.Protocol):
     """Reads what the engine says; one call a chunk, all frames in it together."""
 
-    def __init__(
-        self, desk: Desk, link: _ProcessLink, ready: asyncio.Future[EngineInfo]
-    ) -> None:
+    def __init__(self, desk: Desk, link: _ProcessLink, ready: asyncio.Future[EngineInfo]) -> None:
         self._desk = desk
         self._link = link
         self._ready = ready

@@ -40,8 +40,8 @@ def create_app(
 ) -> FastAPI:
     """An application that answers with ``client``, which the caller starts and shuts down.
 
-    ``middleware`` sees every HTTP request, refused ones included. Pages may be mounted on the result; the guards hold for
-    them too.
+    ``middleware`` sees every HTTP request, refused ones included. Pages may be mounted on the
+    result; the guards hold for them too.
     """
     services = Services.build(client, tokenizer, config, tuple(observers), render_metrics)
 
@@ -56,7 +56,7 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
         middleware=[
-            Middleware(AccessLog, config=config, note=services.note),
+            Middleware(AccessLog, note=services.note),
             *middleware,
             Middleware(
                 CORSMiddleware,
@@ -69,6 +69,7 @@ def create_app(
     )
     app.include_router(openai_routes(services))
     app.include_router(utility_routes(services))
+
     async def answer(request: Request, error: Exception) -> Response:
         known = to_api_error(error)
         services.note(known, getattr(request.state, "record", None))

@@ -2,20 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from infer.server.params import Options, ToolUse
+from infer.text import TextStream
+from infer.tokenizer import Tokenizer
 from infer.types import FinishEvent, FinishReason, TokenEvent
+
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(slots=True)
 class Delta:
-    """What a choice gained. False when it gained nothing."""
+    """What a choice gained; false when it gained nothing."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # OpenAI's delta objects
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # OpenAI's objects, with index
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.tool_calls)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Delta]) -> Delta:
+        """Several deltas as one."""
+        return cls(
+            content="".join(part.content for part in parts),
+            reasoning="".join(part.reasoning for part in parts),
+            tool_calls=[call for part in parts for call in part.tool_calls],
+        )
+
+
+class Reader(Protocol):
+    """Splits an answer's text into what a chat client is shown."""
+
+    def push(self, text: str) -> Delta:
+        """Take the next text."""
+
+    def finish(self) -> Delta:
+        """What was held back, at the end."""
+
+
+class PlainReader:
+    """All of it is content."""
+
+    def push(self, text: str) -> Delta:
+        """Take the next text."""
+        return Delta(content=text)
+
+    def finish(self) -> Delta:
+        """Nothing is held back."""
+        return Delta()
+
+
+class Choice:
+    """A choice while its answer is made. ``keep`` for answers that are sent as one document."""
+
+    def __init__(self, index: int, stream: TextStream, reader: Reader, *, keep: bool) -> None:
+        self.index = index
+        self.finish_reason: str | None = None
+        self.stop: str | int | None = None
+        self.tokens: list[TokenEvent] = []
+        self._stream = stream
+        self._reader = reader
+        self._keep = keep
+        self._parts: list[Delta] = []
+        self._called_tools = False
+
+    def push(self, tokens: Sequence[TokenEvent], end: FinishEvent | None) -> Delta:
+        """Take the next tokens, and the end if they are the last."""
+        text = self._stream.push([token.token_id for token in tokens])
+        if end is None:
+            delta = self._reader.push(text)
+        else:
+            text += self._stream.finish(end.reason, end.stop)
+            delta = Delta.joined([self._reader.push(text), self._reader.finish()])
+        if self._keep:
+            self.tokens += tokens
+            self._parts.append(delta)
+        self._called_tools = self._called_tools or bool(delta.tool_calls)
+        if end is not None:
+            self.stop = end.stop
+            self.finish_reason = _REASONS.get(end.reason, str(end.reason))
+            if self._called_tools and end.reason is FinishReason.STOP:
+                self.finish_reason = "tool_calls"
+        return delta
+
+    @property
+    def total(self) -> Delta:
+        """Everything so far, when it is kept."""
+        return Delta.joined(self._parts)
+
+
+def text_choice(tokenizer: Tokenizer, options: Options, index: int) -> Choice:
+    """A choice of ``/v1/completions``."""
+    stream = TextStream(tokenizer, options.params, follows_text=True)
+    return Choice(index, stream, PlainReader(), keep=not options.stream)
+
+
+def chat_choice(
+    tokenizer: Tokenizer, options: Options, index: int, *, prompt_ids: Sequence[int], use: ToolUse
+) -> Choice:
+    """A choice of ``/v1/chat/completions``."""
+    stream = TextStream(tokenizer, options.params)
+    return Choice(index, stream, PlainReader(), keep=not options.stream)

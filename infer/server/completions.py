@@ -26,9 +26,7 @@ def prompts_of(body: CompletionBody, config: ServerConfig) -> list[str | list[in
     """
     given = body.prompt
     prompts: list[str | list[int]]
-    if isinstance(given, str):
-        prompts = [given]
-    elif given and isinstance(given[0], int):
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
         prompts = [given]  # type: ignore[list-item]
     else:
         prompts = list(given)  # type: ignore[arg-type]
@@ -105,7 +103,7 @@ class CompletionFormat:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop,
         }
-        if self.options.params.prompt_logprobs is not None and first and prompt.logprobs:
+        if self.options.show_prompt_logprobs and first and prompt.logprobs is not None:
             document["prompt_logprobs"] = prompt_logprobs(self.tokenizer, prompt.logprobs)
         return document
 

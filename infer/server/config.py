@@ -34,7 +34,9 @@ class ServerConfig:
     max_stop: int = 16
     max_tools: int = 128
     max_logprobs: int = MAX_LOGPROBS
-    request_timeout: float = 600.0  # seconds from arrival to the last byte; a request may ask for less
+    request_timeout: float = (
+        600.0  # seconds from arrival to the last byte; a request may ask for less
+    )
     body_timeout: float = 30.0  # seconds to receive a body
     text_timeout: float = 10.0  # seconds for one tokenization or template
     text_workers: int = 2

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, param, code}}``."""
+"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, ...}}``."""
 
 from __future__ import annotations
 
@@ -113,10 +113,14 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def _validation(error: ValidationError) -> ApiError:
-    """The first fault that pydantic found, named by its path. Inputs are not repeated."""
+    """The faults of the first field that pydantic complains of. Inputs are not repeated."""
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    first = faults[0]
-    path = ".".join(str(part) for part in first["loc"])
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    param = str(first["loc"][0]) if first["loc"] else None
-    return bad_request(f"{path or 'body'}: {first['msg']}{more}", param=param)
+    field = faults[0]["loc"][:1]
+    same = [fault for fault in faults if fault["loc"][:1] == field]
+    if len(same) == 1:
+        where = ".".join(str(part) for part in same[0]["loc"]) or "body"
+    else:  # the branches of a union
+        where = str(*field) or "body"
+    messages = dict.fromkeys(fault["msg"] for fault in same)
+    param = str(field[0]) if field else None
+    return bad_request(f"{where[:200]}: {'; or: '.join(messages)}"[:1000], param=param)

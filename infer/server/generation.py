@@ -219,10 +219,10 @@ async def _merged(
             done, _ = await asyncio.wait(turns, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 i = turns.pop(task)
-                events = task.result()
-                if events is not None:
+                arrived = task.result()
+                if arrived is not None:
                     turns[_turn(streams[i])] = i
-                    yield i, events
+                    yield i, arrived
     finally:
         for task in turns:
             task.cancel()

@@ -49,7 +49,9 @@ def record_of(request: Request) -> Record:
     return record
 
 
-async def read_body(request: Request, model: type[Body], config: ServerConfig, pool: TextPool) -> Body:
+async def read_body(
+    request: Request, model: type[Body], config: ServerConfig, pool: TextPool
+) -> Body:
     """Receive, parse and check a JSON body.
 
     Strict JSON: no NaN or Infinity, no lone surrogates, valid UTF-8.

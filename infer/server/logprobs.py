@@ -55,15 +55,13 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[TokenEvent]) -> dict[st
 
 
 class LegacyLogprobs:
-    """``logprobs`` of ``/v1/completions``: four parallel lists, with offsets into the whole text."""
+    """``logprobs`` of ``/v1/completions``: four parallel lists, offsets into the whole text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._offset = 0
 
-    def prompt(
-        self, ids: Sequence[int], event: PromptLogprobsEvent, top_n: int
-    ) -> dict[str, Any]:
+    def prompt(self, ids: Sequence[int], event: PromptLogprobsEvent, top_n: int) -> dict[str, Any]:
         """The lists for an echoed prompt; its first token has no probability."""
         entries: list[Entry | None] = [None, *event.logprobs]
         return self._lists(list(zip(ids, entries, strict=True)), top_n)
@@ -71,8 +69,7 @@ class LegacyLogprobs:
     def tokens(self, tokens: Iterable[TokenEvent], top_n: int) -> dict[str, Any]:
         """The lists for the next generated tokens."""
         entries = [
-            (t.token_id, None if t.logprob is None else (t.logprob, t.top_logprobs))
-            for t in tokens
+            (t.token_id, None if t.logprob is None else (t.logprob, t.top_logprobs)) for t in tokens
         ]
         return self._lists(entries, top_n)
 
@@ -101,7 +98,7 @@ class LegacyLogprobs:
             "text_offset": offsets,
             "token_logprobs": logprobs,
             "tokens": texts,
-            "top_logprobs": tops if top_n else None,
+            "top_logprobs": tops,
         }
 
 
@@ -109,8 +106,7 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Several ``LegacyLogprobs`` results one after another."""
     whole: dict[str, Any] = {}
     for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs"):
-        lists = [part[name] for part in parts]
-        whole[name] = None if None in lists else [item for items in lists for item in items]
+        whole[name] = [item for part in parts for item in part[name]]
     return whole
 
 

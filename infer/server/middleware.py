@@ -34,6 +34,35 @@ LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
 
 
+def configure_logging(log_format: str) -> None:
+    """Write the log to standard error: lines of text, or one JSON object a line."""
+    handler = logging.StreamHandler()
+    if log_format == "json":
+        handler.setFormatter(_JsonLines())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    for chatty in ("httpx", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        fields = getattr(record, "fields", None)
+        if isinstance(fields, dict):
+            line |= fields
+        else:
+            line["message"] = record.getMessage()
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
 class Guard:
     """Refuses what may not pass: a wrong key, a foreign origin or host, a body too large.
 
@@ -130,10 +159,9 @@ class Guard:
 class AccessLog:
     """Gives every request an id and a record, answers for bugs, and writes one line at the end."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, note: NoteError) -> None:
+    def __init__(self, app: ASGIApp, note: NoteError) -> None:
         self._app = app
         self._note = note
-        self._json = config.log_format == "json"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -185,12 +213,8 @@ class AccessLog:
             "error": record.error,
         }
         shown = {key: value for key, value in fields.items() if value is not None}
-        if self._json:
-            line = json.dumps({"event": "request", **shown})
-        else:
-            pairs = (f"{key}={_quoted(value)}" for key, value in shown.items())
-            line = "request " + " ".join(pairs)
-        access_log.log(level, "%s", line)
+        pairs = " ".join(f"{key}={_quoted(value)}" for key, value in shown.items())
+        access_log.log(level, "request %s", pairs, extra={"fields": {"event": "request", **shown}})
 
 
 def _quoted(value: object) -> str:

@@ -1,4 +1,4 @@
-"""From request bodies to ``SamplingParams``: limits, aliases, and refusals of what is not offered."""
+"""From request bodies to ``SamplingParams``: limits, aliases, refusals of what is not offered."""
 
 from __future__ import annotations
 
@@ -21,12 +21,22 @@ from infer.types import SamplingParams
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+# How a call begins in the format of Qwen3 and Hermes; a model goes on from there.
+CALL_OPENING = '<tool_call>\n{"name": "'
 TEMPLATE_VARIABLES = frozenset({"enable_thinking"})
 
 # Fields that never change an answer here.
 IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "request_id".split()
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+    ]
 )
 # Fields that change nothing at these values, which clients send as defaults.
 NEUTRAL: Mapping[str, Any] = {
@@ -58,8 +68,17 @@ class Options:
     priority: int
     cache_salt: str | None
     timeout: float
+    show_prompt_logprobs: bool = False
     echo: bool = False
     discard_output: bool = False  # echo with max_tokens 0: the prompt alone is the answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The tools of a chat, and the text the answer is made to begin with, if any."""
+
+    tools: list[dict[str, Any]] | None
+    opening: str = ""
 
 
 def check_model(name: str | None, served: tuple[str, ...]) -> None:
@@ -114,6 +133,30 @@ def chat_options(body: ChatBody, config: ServerConfig) -> Options:
         prompt_logprobs=body.prompt_logprobs,
     )
     return _options(body, config, params)
+
+
+def tool_use_of(body: ChatBody, tools: list[dict[str, Any]] | None) -> ToolUse:
+    """Which tools the model is offered, and how its answer must begin.
+
+    Raises:
+        ApiError: a choice of a tool that was not given.
+    """
+    choice = body.tool_choice
+    if choice is None or choice == "auto":
+        return ToolUse(tools=tools)
+    if choice == "none":
+        return ToolUse(tools=None)
+    if not tools:
+        raise bad_request("tool_choice needs tools", param="tool_choice")
+    if isinstance(choice, str):
+        return ToolUse(tools=tools, opening=CALL_OPENING)
+    refuse_unknown(choice)
+    name = choice.function.name
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise bad_request(
+            f"tool_choice names {name[:64]!r}, which is not a tool", param="tool_choice"
+        )
+    return ToolUse(tools=tools, opening=f'{CALL_OPENING}{name}", "arguments": ')
 
 
 def refuse_unknown(body: Any) -> None:
@@ -236,6 +279,7 @@ def _options(
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         timeout=min(body.timeout or config.request_timeout, config.request_timeout),
+        show_prompt_logprobs=body.prompt_logprobs is not None,
         echo=echo,
         discard_output=discard,
     )
@@ -299,9 +343,7 @@ def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         # JSON keys are text. int() alone would also take "1_0" and Arabic digits.
         return {int(key): value for key, value in bias.items() if _is_id(key)}
     except ValueError:
-        raise RequestError(
-            "logit_bias must map token ids to numbers", param="logit_bias"
-        ) from None
+        raise RequestError("logit_bias must map token ids to numbers", param="logit_bias") from None
 
 
 def _is_id(key: str) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 # What an engine keeps in 32 bits must fit there.
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-Ids = Annotated[list[Int32], FailFast()]
-Texts = Annotated[list[str], FailFast()]
-IdLists = Annotated[list[Ids], FailFast()]
+Ids = Annotated[list[Int32], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 
 
 class Body(BaseModel):

@@ -1,4 +1,4 @@
-"""The routes. Each reads its body, and hands the work to an ``Answer`` that a disconnect cancels."""
+"""The routes. Each reads its body and leaves the work to an ``Answer`` that disconnects cancel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from infer.server.chat import ChatFormat
-from infer.server.choices import Choice, chat_choice, text_choice
+from infer.server.choices import chat_choice, text_choice
 from infer.server.completions import CompletionFormat, encode_prompt, prompts_of
 from infer.server.errors import ApiError, bad_request
 from infer.server.generation import Format, Generation, Prompt
@@ -26,7 +26,7 @@ from infer.server.params import (
     messages_of,
     refuse_unknown,
     template_variables,
-    tool_choice_of,
+    tool_use_of,
     tools_of,
 )
 from infer.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -171,15 +171,13 @@ async def _chat(
     services: Services, body: ChatBody, options: Options, record: Record, send: Send
 ) -> None:
     tools = tools_of(body.tools, services.config)
-    choice = tool_choice_of(body, tools)
+    use = tool_use_of(body, tools)
     messages = messages_of(body.messages, services.config)
     variables = template_variables(body.chat_template_kwargs)
-    offered = None if choice.kind == "none" else tools
 
     def encode() -> tuple[int, ...]:
-        ids = services.tokenizer.encode_chat(messages, tools=offered, **variables)
-        forced = services.tokenizer.encode(choice.opening, False) if choice.opening else []
-        return (*ids, *forced)
+        ids = services.tokenizer.encode_chat(messages, tools=use.tools, **variables)
+        return (*ids, *services.tokenizer.encode(use.opening, add_special_tokens=False))
 
     ids = await services.pool.run(encode)
     answer_id = f"chatcmpl-{record.request_id}"
@@ -187,7 +185,7 @@ async def _chat(
         answer_id, int(time.time()), services.model_names[0], services.tokenizer, options
     )
     choices = [
-        chat_choice(services.tokenizer, options, i, prompt_ids=ids, tools=offered, choice=choice)
+        chat_choice(services.tokenizer, options, i, prompt_ids=ids, use=use)
         for i in range(options.params.n)
     ]
     jobs = [Prompt(_request(answer_id, ids, options), choices)]

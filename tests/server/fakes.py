@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from infer.client import Engine
 from infer.engineloop import Transitions
 from infer.errors import RequestError
+from infer.tokenizer import Tokenizer
 from infer.types import (
     EngineInfo,
     Event,
@@ -113,6 +117,7 @@ class Gate:
 class FakeModel:
     gate: Gate = field(default_factory=Gate)
     depth: int = 0
+    reply: Callable[[Request, int], Iterable[int]] | None = None  # (request, choice) -> tokens
     states: list[State] = field(default_factory=list)  # the latest state, for tests to look at
 
 
@@ -159,9 +164,7 @@ def _launch(model: FakeModel, state: State) -> tuple[State, Any]:
     model.gate.step()
     room = MAX_SEQS - len(state.running)
     admitted, waiting = state.waiting[:room], state.waiting[room:]
-    rows = tuple(
-        replace(s, launched=s.launched + 1) for s in state.running + admitted
-    )
+    rows = tuple(replace(s, launched=s.launched + 1) for s in state.running + admitted)
     ticket = (
         tuple((s.request.request_id, s.index) for s in rows),
         tuple(dict.fromkeys(s.request.request_id for s in admitted)),
@@ -178,9 +181,7 @@ def _launch(model: FakeModel, state: State) -> tuple[State, Any]:
 
 def _collect(model: FakeModel, state: State, ticket: Any) -> tuple[State, Report]:
     launched, admitted = ticket
-    events: list[Event] = []
-    for sequence in state.aborted:
-        events.append(_finish(sequence, FinishReason.ABORT))
+    events: list[Event] = [_finish(s, FinishReason.ABORT) for s in state.aborted]
     running = []
     for sequence in state.running:
         request, index = sequence.request, sequence.index
@@ -189,31 +190,33 @@ def _collect(model: FakeModel, state: State, ticket: Any) -> tuple[State, Report
             continue
         params = request.params
         if not sequence.tokens and params.prompt_logprobs is not None and index == 0:
+            count = params.prompt_logprobs
             own = [
-                (Logprob(t, -1.0, 1), (Logprob(t, -1.0, 1), Logprob(98, -2.0, 2))[: params.prompt_logprobs])
+                (Logprob(t, -1.0, 1), (Logprob(t, -1.0, 1), Logprob(98, -2.0, 2))[:count])
                 for t in request.prompt_token_ids[1:]
             ]
             events.append(PromptLogprobsEvent(request.request_id, tuple(own)))
         last = sequence.tokens[-1] if sequence.tokens else request.prompt_token_ids[-1]
-        token = next_token(last, index)
+        if model.reply is None:
+            token = next_token(last, index)
+        else:
+            token = [*model.reply(request, index), EOS][len(sequence.tokens)]
         sequence = replace(sequence, tokens=(*sequence.tokens, token))
         logprob, top = None, ()
         if params.logprobs is not None:
             logprob = Logprob(token, -0.5, 1)
             top = (logprob, Logprob(65, -1.5, 2), Logprob(66, -2.5, 3))[: params.logprobs]
         events.append(TokenEvent(request.request_id, index, token, logprob, top))
-        text = bytes(sequence.tokens).decode("latin-1")
+        text = bytes(t for t in sequence.tokens if t < 256).decode("latin-1")
         stop = next((s for s in params.stop if s in text), None)
         stop = stop or next((t for t in params.stop_token_ids if t == token), None)
-        if stop is not None:
+        if stop is not None or (token == EOS and not params.ignore_eos):
             events.append(_finish(sequence, FinishReason.STOP, stop))
         elif len(sequence.tokens) >= sequence.limit:
             events.append(_finish(sequence, FinishReason.LENGTH))
         else:
             running.append(sequence)
-    state = replace(
-        state, running=tuple(running), aborted=(), in_flight=state.in_flight - 1
-    )
+    state = replace(state, running=tuple(running), aborted=(), in_flight=state.in_flight - 1)
     model.states[:] = [state]
     stats = StepStats(
         step=state.step,
@@ -237,9 +240,7 @@ def _collect(model: FakeModel, state: State, ticket: Any) -> tuple[State, Report
     return state, Report(tuple(events), stats)
 
 
-def _finish(
-    sequence: Sequence, reason: FinishReason, stop: str | int | None = None
-) -> FinishEvent:
+def _finish(sequence: Sequence, reason: FinishReason, stop: str | int | None = None) -> FinishEvent:
     return FinishEvent(
         sequence.request.request_id,
         sequence.index,
@@ -271,9 +272,7 @@ INFO = EngineInfo(
     versions={},
 )
 
-TRANSITIONS = Transitions(
-    submit=_submit, abort=_abort, has_work=_has_work, advance=_advance
-)
+TRANSITIONS = Transitions(submit=_submit, abort=_abort, has_work=_has_work, advance=_advance)
 
 
 def fake_engine(model: FakeModel) -> Engine:
@@ -292,3 +291,44 @@ def build(options: dict[str, Any]) -> Engine:
     if trouble == "step":
         model.gate.fail(RuntimeError("injected"))
     return fake_engine(model)
+
+
+SPECIALS = ("<|im_start|>", "<|im_end|>")
+EOS = 257
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+tools: {{ tools | tojson }}<|im_end|>
+{% endif -%}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{{ c.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+
+def fake_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer: ids below 256 are bytes, then come control and added tokens."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }
+    vocab = {letters[byte]: byte for byte in range(256)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIALS])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ADDED])
+    return Tokenizer.build(
+        backend,
+        {"eos_token": "<|im_end|>"},
+        eos_token_ids=[EOS],
+        chat_templates={"default": TEMPLATE},
+    )

@@ -14,41 +14,15 @@ from infer.types import (
     FailureKind,
     FinishEvent,
     FinishReason,
-    RejectionKind,
     Request,
-    RequestStats,
     SamplingParams,
     StepStats,
     TokenEvent,
 )
 from tests.server.fakes import MAX_SEQS, FakeModel, Gate, expected, fake_engine
+from tests.server.harness import Notes
 
 pytestmark = pytest.mark.anyio
-
-
-class Notes:
-    """An observer that writes everything down."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepStats] = []
-        self.first: list[tuple[str, float]] = []
-        self.requests: list[RequestStats] = []
-        self.failures: list[FailureKind] = []
-
-    def on_step(self, stats: StepStats) -> None:
-        self.steps.append(stats)
-
-    def on_first_token(self, request_id: str, ttft_s: float) -> None:
-        self.first.append((request_id, ttft_s))
-
-    def on_request(self, stats: RequestStats) -> None:
-        self.requests.append(stats)
-
-    def on_rejection(self, kind: RejectionKind) -> None:
-        raise AssertionError("the client itself rejects nothing")
-
-    def on_failure(self, kind: FailureKind) -> None:
-        self.failures.append(kind)
 
 
 class Broken(Notes):
@@ -59,9 +33,7 @@ class Broken(Notes):
 
 
 @asynccontextmanager
-async def running(
-    model: FakeModel, *observers: Notes
-) -> AsyncIterator[LinkedClient]:
+async def running(model: FakeModel, *observers: Notes) -> AsyncIterator[LinkedClient]:
     client = await start_thread(lambda: fake_engine(model), observers)
     try:
         yield client
@@ -71,12 +43,12 @@ async def running(
 
 
 def request(name: str, prompt: list[int], **params: object) -> Request:
-    return Request(
-        request_id=name, prompt_token_ids=tuple(prompt), params=SamplingParams(**params)
-    )  # type: ignore[arg-type]
+    return Request(request_id=name, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))  # type: ignore[arg-type]
 
 
-async def read(client: LinkedClient, wanted: Request) -> tuple[dict[int, list[int]], list[FinishEvent]]:
+async def read(
+    client: LinkedClient, wanted: Request
+) -> tuple[dict[int, list[int]], list[FinishEvent]]:
     tokens: dict[int, list[int]] = {i: [] for i in range(wanted.params.n)}
     ends = []
     async with client.generate(wanted) as stream:
@@ -93,7 +65,9 @@ async def read(client: LinkedClient, wanted: Request) -> tuple[dict[int, list[in
 async def test_streams_are_separate_and_complete(depth: int) -> None:
     notes = Notes()
     async with running(FakeModel(depth=depth), notes) as client:
-        wanted = [request(f"r{i}", [i, i + 1], max_tokens=3 + i % 5, n=1 + i % 3) for i in range(40)]
+        wanted = [
+            request(f"r{i}", [i, i + 1], max_tokens=3 + i % 5, n=1 + i % 3) for i in range(40)
+        ]
         answers = await asyncio.gather(*(read(client, w) for w in wanted))
     for w, (tokens, ends) in zip(wanted, answers, strict=True):
         count = w.params.max_tokens
@@ -128,7 +102,9 @@ async def test_a_slow_reader_holds_nobody_up_and_loses_nothing() -> None:
 async def test_leaving_the_block_aborts_running_and_queued_requests() -> None:
     model, notes = FakeModel(gate=Gate(is_open=False)), Notes()
     async with running(model, notes) as client:
-        streams = [client.generate(request(f"r{i}", [i], max_tokens=1000)) for i in range(MAX_SEQS * 2)]
+        streams = [
+            client.generate(request(f"r{i}", [i], max_tokens=1000)) for i in range(MAX_SEQS * 2)
+        ]
         model.gate.allow(2)
         await anext(streams[0])
         for stream in streams:

@@ -21,7 +21,8 @@ from infer.types import (
     TokenEvent,
 )
 from tests.server.fakes import expected
-from tests.server.test_client import Notes, read, request
+from tests.server.harness import Notes
+from tests.server.test_client import read, request
 
 pytestmark = pytest.mark.anyio
 BUILDER = "tests.server.fakes:build"

@@ -1,0 +1,322 @@
+"""``infer serve``: an engine, its HTTP server, its metrics and its pages in one process tree.
+
+The only module of this package that knows the packages beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.middleware import Middleware
+
+from infer import options
+from infer.client import Engine, LinkedClient, start_thread
+from infer.config import EngineConfig
+from infer.engineloop import Transitions
+from infer.errors import ConfigError, InferError
+from infer.server.app import create_app
+from infer.server.banner import banner
+from infer.server.config import ServerConfig
+from infer.server.middleware import configure_logging
+from infer.tokenizer import Tokenizer
+from infer.transport import start_process
+from metrics import CountRequests, Metrics
+
+KEY_VARIABLE = "PURESTEP_API_KEY"
+TABLES = ("load", "engine", "server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What ``infer.load`` takes, as far as a command line can say it."""
+
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    threads: int | None = None
+
+
+LOAD_TEXTS = {
+    "model": "preset, checkpoint folder, .gguf file or hub name; default: the embedded model",
+    "device": "auto, cpu, cuda or cuda:N",
+    "dtype": "auto, float32, bfloat16 or float16",
+    "load_format": "auto, safetensors, gguf or random",
+    "threads": "CPU threads of the engine",
+}
+ENGINE_TEXTS = {
+    "max_model_len": "tokens a sequence may reach; default: the model's, capped to the KV pool",
+    "max_num_seqs": "sequences that run at once; default: 16 on CPU, 256 on CUDA",
+    "max_num_batched_tokens": "positions a step computes; default: by device",
+    "block_size": "positions a KV block holds",
+    "num_blocks": "KV blocks; default: from the memory there is",
+    "gpu_memory_utilization": "share of the GPU's memory for weights, work and KV",
+    "prefix_caching": "reuse the KV of equal prompt beginnings",
+    "attention_backend": "attention kernels",
+    "compile": "compile the model; default: on CUDA",
+    "cuda_graphs": "replay decode steps as CUDA graphs",
+    "pipeline_depth": "steps launched ahead of reading tokens, 0 or 1",
+    "seed": "seeds requests that bring no seed",
+}
+SERVER_TEXTS = {
+    "host": "address to listen on; others than loopback need an API key",
+    "port": "port to listen on; 0: any free one",
+    "api_key": f"key that every route but /health asks for; better set {KEY_VARIABLE}",
+    "allowed_hosts": "Host header to accept beside the address; may be repeated",
+    "allowed_origins": "web origin that may call from a browser; may be repeated",
+    "served_model_name": "name clients use for the model; may be repeated",
+    "engine_process": "run the engine in a process of its own; default: on CUDA",
+    "max_queue": "sequences that may wait; more get 429",
+    "max_body_bytes": "largest request body",
+    "max_messages": "messages of a conversation",
+    "max_prompts": "prompts of a completion request",
+    "max_n": "choices of a prompt",
+    "max_stop": "stop strings of a request",
+    "max_tools": "tools of a request",
+    "max_logprobs": "log-probabilities a token",
+    "request_timeout": "seconds a request may take; requests may ask for less",
+    "body_timeout": "seconds a body may take to arrive",
+    "text_timeout": "seconds for a chat template and tokenization",
+    "text_workers": "threads that tokenize",
+    "shutdown_timeout": "seconds running requests get when the server is told to stop",
+    "log_format": "one line a request, as text or JSON",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServePlan:
+    """Everything ``serve`` needs, checked before anything is loaded."""
+
+    load: LoadOptions
+    engine: Mapping[str, Any]  # options of EngineConfig as given
+    server: ServerConfig
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every option of loading, the engine and the server."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with tables [load], [engine] and [server]"
+    )
+    options.add_options(parser, "model", LoadOptions, LOAD_TEXTS)
+    options.add_options(parser, "engine", EngineConfig, ENGINE_TEXTS)
+    options.add_options(parser, "server", ServerConfig, SERVER_TEXTS)
+
+
+def serve_plan(args: argparse.Namespace) -> ServePlan:
+    """Options from the command line, then the TOML file, then the environment, then defaults.
+
+    Raises:
+        ConfigError: an option is unknown, of the wrong type or out of range.
+    """
+    tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
+    if args.config is not None:
+        tables = options.read_options(args.config, TABLES)
+    if key := os.environ.get(KEY_VARIABLE):
+        tables["server"] = {"api_key": key, **tables["server"]}
+    engine = {**tables["engine"], **options.given(args, EngineConfig)}
+    options.build(EngineConfig, engine)  # checked here, with the names of the options
+    return ServePlan(
+        load=options.build(LoadOptions, {**tables["load"], **options.given(args, LoadOptions)}),
+        engine=engine,
+        server=options.build(
+            ServerConfig, {**tables["server"], **options.given(args, ServerConfig)}
+        ),
+    )
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until a signal; the exit status. Mistakes of the user end in one line, not a trace."""
+    try:
+        plan = serve_plan(args)
+        configure_logging(plan.server.log_format)
+        asyncio.run(serve(plan))
+    except InferError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+async def serve(plan: ServePlan) -> None:
+    """Bind, load, answer; returns after a graceful stop.
+
+    Raises:
+        InferError: the address cannot be had, or the engine cannot be made.
+    """
+    began = time.monotonic()
+    with _bind(plan.server) as listener:
+        client, tokenizer = await _start_engine(plan)
+        try:
+            with Metrics(client.info, handlers=("/v1/chat/completions", "/v1/completions")) as seen:
+                client.add_observer(seen)
+                app = create_app(
+                    client,
+                    tokenizer,
+                    plan.server,
+                    observers=[seen],
+                    render_metrics=seen.render,
+                    middleware=[Middleware(CountRequests, on_http=seen.on_http)],
+                )
+                port = listener.getsockname()[1]
+                text = banner(client.info, plan.server, port, time.monotonic() - began)
+                await _answer(app, client, plan.server, listener, text)
+        finally:
+            await client.shutdown(0)
+
+
+def build_engine(settings: Mapping[str, Any]) -> Engine:
+    """Make an engine from ``{"load": {...}, "engine": {...}}``, in the thread that will own it.
+
+    Raises:
+        InferError: the model or an option is wrong.
+    """
+    engine, _ = _build(settings)
+    return engine
+
+
+def _build(settings: Mapping[str, Any]) -> tuple[Engine, Tokenizer | None]:
+    # torch is imported here: a server whose engine is another process does without it.
+    from infer.engine import abort, has_work, submit
+    from infer.info import engine_info
+    from infer.initialize import init
+    from infer.llm import advance
+    from infer.loading import load
+    from infer.presets import find_preset
+
+    wanted = settings["load"]
+    name = wanted.get("model")
+    preset = find_preset(name) if name is not None else None
+    model = load(**wanted)
+    config = EngineConfig(**{**(preset.engine if preset else {}), **settings["engine"]})
+    state = init(model, config)
+    transitions = Transitions(submit=submit, abort=abort, has_work=has_work, advance=advance)
+    info = engine_info(model, state)
+    return Engine(transitions=transitions, model=model, state=state, info=info), model.tokenizer
+
+
+async def _start_engine(plan: ServePlan) -> tuple[LinkedClient, Tokenizer]:
+    settings = {
+        "load": {name: getattr(plan.load, name) for name in LOAD_TEXTS},
+        "engine": dict(plan.engine),
+    }
+    apart = plan.server.engine_process
+    if apart is None:
+        apart = await asyncio.to_thread(_on_cuda, plan.load.device)
+    if apart:
+        client = await start_process("infer.app:build_engine", settings)
+        tokenizer = await asyncio.to_thread(_read_tokenizer, plan.load)
+    else:
+        left: list[Tokenizer | None] = []
+
+        def build() -> Engine:
+            engine, tokenizer = _build(settings)
+            left.append(tokenizer)
+            return engine
+
+        client = await start_thread(build)
+        (tokenizer,) = left
+    if tokenizer is None:
+        await client.shutdown(0)
+        raise ConfigError(
+            f"model {client.info.model_name!r} brings no tokenizer, which a server needs; "
+            "add tokenizer.json to its folder"
+        )
+    return client, tokenizer
+
+
+def _on_cuda(device: str) -> bool:
+    from infer.loading import pick_device
+
+    return pick_device(device).type == "cuda"
+
+
+def _read_tokenizer(load: LoadOptions) -> Tokenizer | None:
+    from infer.loading import resolve
+    from infer.presets import DEFAULT
+
+    name = DEFAULT if load.model is None else load.model
+    return Tokenizer.from_folder(resolve(name, progress=False))
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """Take the address before minutes of loading, without answering on it yet."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} ({error.strerror or error}); "
+            "choose another host or port, or port 0 for any free one"
+        ) from error
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, telling when it answers."""
+
+    def __init__(self, config: uvicorn.Config, text: str) -> None:
+        super().__init__(config)
+        self._text = text
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        sys.stderr.write(self._text)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _answer(
+    app: Any, client: LinkedClient, config: ServerConfig, listener: socket.socket, text: str
+) -> None:
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="h11",  # its limit on headers is 16 KiB
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+        ),
+        text,
+    )
+    stops: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        # A second signal means now.
+        stops.append(asyncio.ensure_future(_stop(server, client, config, hurry=bool(stops))))
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    await asyncio.gather(*stops)
+
+
+async def _stop(
+    server: _Server, client: LinkedClient, config: ServerConfig, *, hurry: bool
+) -> None:
+    await client.shutdown(0 if hurry else config.shutdown_timeout)
+    server.should_exit = True

@@ -1,0 +1,67 @@
+"""Describe an engine: one value for banners, ``/health``, info metrics and pages."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from importlib import metadata
+
+import torch
+
+from infer.initialize import kv_bytes_per_token
+from infer.model import Model
+from infer.state import EngineState
+from infer.types import EngineInfo
+from infer.weights import Weights
+
+PACKAGES = ("purestep", "torch", "triton", "transformers", "flash-attn", "numpy")
+
+
+def engine_info(model: Model, state: EngineState) -> EngineInfo:
+    """What ``state`` and its model are."""
+    limits, config = state.limits, state.config
+    return EngineInfo(
+        model_name=model.name,
+        architecture=model.config.architecture,
+        device=_device_name(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        attention_backend=config.attention_backend,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        kv_bytes_per_token=kv_bytes_per_token(model),
+        weight_bytes=_weight_bytes(model.weights),
+        vocab_size=limits.vocab_size,
+        tp_size=model.tp.size,
+        pipeline_depth=state.pipeline_depth,
+        compiled=bool(config.compile),
+        versions={"python": platform.python_version(), **_versions()},
+        config=asdict(model.config),
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+def _weight_bytes(weights: Weights) -> int:
+    """Bytes of this rank's weights; a tied LM head counts once."""
+    tensors = [weights.embed, weights.norm, weights.lm_head]
+    for layer in weights.layers:
+        tensors += [t for name in layer.__slots__ if (t := getattr(layer, name)) is not None]
+    sizes = {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
+    return sum(sizes.values())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

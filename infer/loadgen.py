@@ -1,0 +1,402 @@
+"""``infer bench serve``: load for a running server, and what its clients see.
+
+Closed loop (a fixed number of clients), Poisson arrivals at a rate, or the arrivals of a trace
+file. Every figure is measured here, at the client, on a monotonic clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from infer.errors import ConfigError, InferError
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request of a load."""
+
+    at: float  # seconds after the start; 0 in a closed loop
+    prompt: str | list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one request's client saw. Times are seconds from sending."""
+
+    error: str | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft: float = 0.0
+    gaps: tuple[float, ...] = ()  # between events that carried tokens
+    total: float = 0.0
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds a token after the first; None for answers of one token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.total - self.ttft) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Bounds in seconds that a good answer keeps; None is no bound."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """From ``ttft=0.5,tpot=0.05,e2e=10``.
+
+        Raises:
+            ConfigError: another name, or not a number.
+        """
+        bounds: dict[str, float] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            try:
+                bounds[name.strip()] = float(value)
+            except ValueError:
+                raise ConfigError(f"slo {part!r}: the bound must be seconds") from None
+        unknown = set(bounds) - {"ttft", "tpot", "e2e"}
+        if unknown:
+            raise ConfigError(f"slo has {unknown.pop()!r}; the bounds are ttft, tpot and e2e")
+        return cls(**bounds)
+
+    def kept(self, result: Result) -> bool:
+        """Whether a result keeps every bound."""
+        pairs = ((self.ttft, result.ttft), (self.tpot, result.tpot), (self.e2e, result.total))
+        return result.error is None and all(
+            bound is None or value is None or value <= bound for bound, value in pairs
+        )
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``infer bench serve``."""
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="server (default: %(default)s)")
+    add("--allow-remote", action="store_true", help="allow a server on another machine")
+    add("--api-key", help="the server's API key")
+    add("--model", help="model name; default: the server's first")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--concurrency", type=int, metavar="N", help="closed loop of N (default: 8)")
+    load.add_argument("--rate", type=float, metavar="X", help="Poisson arrivals, X a second")
+    load.add_argument(
+        "--trace",
+        metavar="FILE",
+        help='JSON lines {"at": seconds, "input_tokens": n or "prompt": text, "output_tokens": n}',
+    )
+    add("--requests", type=int, default=64, metavar="N", help="requests (default: %(default)s)")
+    add("--input-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    add("--output-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    add("--vocab", type=int, default=1000, metavar="N", help="prompt ids are below N")
+    add("--warmup", type=int, default=2, metavar="N", help="requests before the measurement")
+    add("--slo", type=Slo.parse, default=Slo(), metavar="BOUNDS", help="ttft=0.5,tpot=0.05,e2e=10")
+    add("--timeout", type=float, default=600.0, metavar="X", help="seconds a request")
+    add("--seed", type=int, default=0, metavar="N", help="prompts and arrivals")
+    add("--json", metavar="FILE", help="write the report as JSON; - is standard output")
+
+
+def run_load(args: argparse.Namespace) -> int:
+    """Run a load and print its report; the exit status (1 when a request failed)."""
+    try:
+        check_target(args.url, args.allow_remote)
+        jobs = make_jobs(args)
+        report = asyncio.run(measure(args, jobs))
+    except InferError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    text = json.dumps(report, indent=2)
+    if args.json == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        if args.json:
+            Path(args.json).write_text(text + "\n", encoding="utf-8")
+        sys.stdout.write(render(report))
+    return 1 if report["failed"] else 0
+
+
+def check_target(url: str, allow_remote: bool) -> None:
+    """Refuse to load somebody else's machine by mistake.
+
+    Raises:
+        ConfigError: not an HTTP address, or not on this machine.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"url is {url!r}, it must be like http://127.0.0.1:8000")
+    try:
+        loopback = ipaddress.ip_address(parts.hostname).is_loopback
+    except ValueError:
+        loopback = parts.hostname == "localhost"
+    if not (loopback or allow_remote):
+        raise ConfigError(
+            f"{parts.hostname} is another machine; add --allow-remote if it may be loaded"
+        )
+
+
+def make_jobs(args: argparse.Namespace) -> list[Job]:
+    """The requests of a load, the same for the same seed.
+
+    Raises:
+        ConfigError: a count out of range, or a trace that cannot be read.
+    """
+    rng = random.Random(args.seed)
+    for name in ("requests", "input_tokens", "output_tokens", "vocab"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"{name} is {getattr(args, name)}, it must be at least 1")
+
+    def prompt(count: int) -> list[int]:
+        return [rng.randrange(args.vocab) for _ in range(count)]
+
+    if args.trace is not None:
+        return _trace_jobs(args.trace, prompt, args.output_tokens)
+    if args.rate is not None and args.rate <= 0:
+        raise ConfigError(f"rate is {args.rate}, it must be above 0")
+    at = 0.0
+    jobs = []
+    for _ in range(args.requests):
+        jobs.append(Job(at=at, prompt=prompt(args.input_tokens), max_tokens=args.output_tokens))
+        at += rng.expovariate(args.rate) if args.rate is not None else 0.0
+    return jobs
+
+
+def _trace_jobs(path: str, prompt: Callable[[int], list[int]], output_tokens: int) -> list[Job]:
+    jobs = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        for line in filter(str.strip, lines):
+            row = json.loads(line)
+            text = row.get("prompt")
+            jobs.append(
+                Job(
+                    at=float(row["at"]),
+                    prompt=text if isinstance(text, str) else prompt(int(row["input_tokens"])),
+                    max_tokens=int(row.get("output_tokens", output_tokens)),
+                )
+            )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"trace {path}, line {len(jobs) + 1}: {error!r}") from error
+    if not jobs:
+        raise ConfigError(f"trace {path} has no requests")
+    return sorted(jobs, key=lambda job: job.at)
+
+
+async def measure(args: argparse.Namespace, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Warm up, send every job, and sum up.
+
+    Raises:
+        ConfigError: the server does not answer.
+    """
+    headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(
+        base_url=args.url, headers=headers, limits=limits, timeout=args.timeout, trust_env=False
+    ) as http:
+        model = args.model or await _first_model(http)
+
+        async def send(job: Job) -> Result:
+            return await _send(http, model, job)
+
+        for job in itertools.islice(itertools.cycle(jobs), args.warmup):
+            await send(job)
+        began = time.monotonic()
+        if args.trace is None and args.rate is None:
+            results = await _closed_loop(send, jobs, args.concurrency or 8)
+        else:
+            results = await _open_loop(send, jobs)
+        seconds = time.monotonic() - began
+    return summary(results, seconds, args.slo) | {"model": model, "load": _load_name(args)}
+
+
+async def _closed_loop(
+    send: Callable[[Job], Awaitable[Result]], jobs: Sequence[Job], clients: int
+) -> list[Result]:
+    if clients < 1:
+        raise ConfigError(f"concurrency is {clients}, it must be at least 1")
+    left = iter(jobs)
+    results: list[Result] = []
+
+    async def client() -> None:
+        for job in left:
+            result = await send(job)
+            results.append(result)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return results
+
+
+async def _open_loop(send: Callable[[Job], Awaitable[Result]], jobs: Sequence[Job]) -> list[Result]:
+    began = time.monotonic()
+
+    async def one(job: Job) -> Result:
+        await asyncio.sleep(began + job.at - time.monotonic())
+        return await send(job)
+
+    return list(await asyncio.gather(*(one(job) for job in jobs)))
+
+
+async def _first_model(http: httpx.AsyncClient) -> str:
+    try:
+        answer = await http.get("/v1/models")
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPError, LookupError, ValueError) as error:
+        raise ConfigError(
+            f"{http.base_url} does not answer as a server should ({error}); "
+            "start one with `infer serve`"
+        ) from error
+
+
+async def _send(http: httpx.AsyncClient, model: str, job: Job) -> Result:
+    body = {
+        "model": model,
+        "prompt": job.prompt,
+        "max_tokens": job.max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    began = time.monotonic()
+    try:
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                await answer.aread()
+                return Result(error=f"HTTP {answer.status_code}: {answer.text[:200]}")
+            stamped = [(time.monotonic() - began, event) async for event in _events(answer)]
+    except httpx.HTTPError as error:
+        return Result(error=f"{type(error).__name__}: {error}")
+    return _result(stamped)
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
+    rest = b""
+    async for piece in answer.aiter_raw():
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: "):
+                yield event[6:]
+
+
+def _result(stamped: Sequence[tuple[float, bytes]]) -> Result:
+    """Read the events after the fact, so that parsing delays none of them."""
+    times: list[float] = []
+    tokens = prompt_tokens = 0
+    for when, event in stamped:
+        if event == b"[DONE]":
+            break
+        document = json.loads(event)
+        if "error" in document:
+            return Result(error=str(document["error"].get("message")))
+        usage = document.get("usage") or {}
+        prompt_tokens = usage.get("prompt_tokens", prompt_tokens)
+        if usage.get("completion_tokens", 0) > tokens:
+            tokens = usage["completion_tokens"]
+            times.append(when)
+    if not times:
+        return Result(error="the answer had no tokens")
+    return Result(
+        prompt_tokens=prompt_tokens,
+        output_tokens=tokens,
+        ttft=times[0],
+        gaps=tuple(b - a for a, b in itertools.pairwise(times)),
+        total=times[-1],
+    )
+
+
+def summary(results: Sequence[Result], seconds: float, slo: Slo) -> dict[str, Any]:
+    """The report of a load; times in milliseconds."""
+    good = [r for r in results if r.error is None]
+    tpots = [t for r in good if (t := r.tpot) is not None]
+    output = sum(r.output_tokens for r in good)
+    kept = sum(slo.kept(r) for r in results)
+    errors = sorted({r.error for r in results if r.error is not None})
+    return {
+        "requests": len(results),
+        "failed": len(results) - len(good),
+        "errors": errors[:5],
+        "seconds": round(seconds, 3),
+        "prompt_tokens": sum(r.prompt_tokens for r in good),
+        "output_tokens": output,
+        "requests_per_s": round(len(good) / seconds, 3),
+        "output_tokens_per_s": round(output / seconds, 2),
+        "ttft_ms": percentiles([r.ttft for r in good]),
+        "tpot_ms": percentiles(tpots),
+        "itl_ms": percentiles([gap for r in good for gap in r.gaps]),
+        "e2e_ms": percentiles([r.total for r in good]),
+        "slo": {k: v for k in ("ttft", "tpot", "e2e") if (v := getattr(slo, k)) is not None},
+        "goodput_per_s": round(kept / seconds, 3),
+        "slo_kept": round(kept / len(results), 4) if results else 0.0,
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Mean, percentiles (linear between neighbours) and maximum in milliseconds; {} for none."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        position = share * (len(ordered) - 1)
+        low = int(position)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+    shown = {"mean": sum(ordered) / len(ordered)}
+    shown |= {f"p{p}": at(p / 100) for p in PERCENTILES}
+    shown["max"] = ordered[-1]
+    return {name: round(value * 1e3, 3) for name, value in shown.items()}
+
+
+def _load_name(args: argparse.Namespace) -> str:
+    if args.trace is not None:
+        return f"trace {args.trace}"
+    if args.rate is not None:
+        return f"Poisson, {args.rate:g} requests/s"
+    return f"closed loop, {args.concurrency or 8} clients"
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report for people."""
+    counts = f"{report['requests']} requests, {report['failed']} failed"
+    rates = (
+        f"{report['requests_per_s']:.2f} requests/s, "
+        f"{report['output_tokens_per_s']:.1f} output tokens/s"
+    )
+    lines = [
+        f"{report['model']}: {report['load']}",
+        f"{counts}, in {report['seconds']:.2f} s: {rates}",
+        "",
+        f"{'ms':<6}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p99", "max")),
+    ]
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        values = report[f"{name}_ms"]
+        if values:
+            lines.append(f"{name.upper():<6}" + "".join(f"{v:>10.2f}" for v in values.values()))
+    if report["slo"]:
+        bounds = ", ".join(f"{k} <= {v:g} s" for k, v in report["slo"].items())
+        lines.append(
+            f"goodput {report['goodput_per_s']:.2f} requests/s under {bounds} "
+            f"({report['slo_kept']:.0%} of requests)"
+        )
+    lines += [f"error: {error}" for error in report["errors"]]
+    return "\n".join([*lines, ""])

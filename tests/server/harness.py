@@ -1,0 +1,123 @@
+"""A real server on a free port, over the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from infer.client import LinkedClient, start_thread
+from infer.server.app import create_app
+from infer.server.config import ServerConfig
+from infer.types import FailureKind, Observer, RejectionKind, RequestStats, StepStats
+from tests.server.fakes import FakeModel, fake_engine, fake_tokenizer
+
+
+class Notes:
+    """An observer that writes everything down."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+        self.first: list[tuple[str, float]] = []
+        self.requests: list[RequestStats] = []
+        self.rejections: list[RejectionKind] = []
+        self.failures: list[FailureKind] = []
+
+    def on_step(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+    def on_first_token(self, request_id: str, ttft_s: float) -> None:
+        self.first.append((request_id, ttft_s))
+
+    def on_request(self, stats: RequestStats) -> None:
+        self.requests.append(stats)
+
+    def on_rejection(self, kind: RejectionKind) -> None:
+        self.rejections.append(kind)
+
+    def on_failure(self, kind: FailureKind) -> None:
+        self.failures.append(kind)
+
+
+@dataclass
+class Running:
+    """A server that answers."""
+
+    url: str
+    port: int
+    client: LinkedClient
+    notes: Notes
+    model: FakeModel
+    loop: asyncio.AbstractEventLoop
+    key: str | None
+
+
+@contextmanager
+def serving(model: FakeModel | None = None, **options: Any) -> Iterator[Running]:
+    """Serve ``model`` from a thread of its own, on a free port of the loopback address."""
+    model = model or FakeModel()
+    notes = Notes()
+    config = ServerConfig(port=0, **options)
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready: list[Running] = []
+    started = threading.Event()
+    stop = threading.Event()
+
+    async def main() -> None:
+        client = await start_thread(lambda: fake_engine(model), [notes])
+        observers: list[Observer] = [notes]
+        app = create_app(client, fake_tokenizer(), config, observers=observers)
+        server = _Server(
+            uvicorn.Config(app, http="h11", log_config=None, access_log=False, ws="none")
+        )
+        serve = asyncio.ensure_future(server.serve([listener]))
+        await server.answers.wait()
+        port = listener.getsockname()[1]
+        ready.append(
+            Running(
+                f"http://127.0.0.1:{port}",
+                port,
+                client,
+                notes,
+                model,
+                asyncio.get_running_loop(),
+                config.api_key,
+            )
+        )
+        started.set()
+        await asyncio.to_thread(stop.wait)
+        model.gate.open()
+        await client.shutdown(0)
+        server.should_exit = True
+        await serve
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), name="server")
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield ready[0]
+    finally:
+        stop.set()
+        thread.join(20)
+        listener.close()
+        assert not thread.is_alive()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.answers = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answers.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
