@@ -21,31 +21,37 @@ class ByteTable:
     """Bytes of every id, and what a text loses at its start."""
 
     tokens: tuple[bytes, ...]
-    # Spaces dropped at the start of a text; None: every space of its first token.
+    # Spaces dropped at the start of a text; None: all that its first token begins with.
     leading_spaces: int | None
 
     def get(self, token_id: int) -> bytes:
         """Bytes of one id; none for an id the tokenizer does not know."""
         return self.tokens[token_id] if 0 <= token_id < len(self.tokens) else b""
 
-    def first(self, token_id: int) -> bytes:
-        """Bytes of an id that begins a text, for tokenizers where the first *token* decides."""
-        data = self.get(token_id)
-        return data.replace(b" ", b"") if self.leading_spaces is None else data
-
     def join(self, ids: Iterable[int]) -> bytes:
         """Bytes of a whole text."""
-        ids = iter(ids)
-        for first in ids:
-            data = self.first(first) + b"".join(map(self.get, ids))
-            return strip_spaces(data, self.leading_spaces or 0)
-        return b""
+        start = TextStart(self.leading_spaces)
+        return b"".join(data[start.num_dropped(data) :] for data in map(self.get, ids))
 
 
-def strip_spaces(data: bytes, limit: int) -> bytes:
-    """``data`` without its first ``limit`` spaces at most."""
-    count = len(data) - len(data.lstrip(b" "))
-    return data[min(count, limit) :]
+class TextStart:
+    """Counts the spaces that the first tokens of a text lose."""
+
+    __slots__ = ("_spaces", "_whole_token")
+
+    def __init__(self, leading_spaces: int | None) -> None:
+        self._spaces = 0 if leading_spaces is None else leading_spaces
+        self._whole_token = leading_spaces is None
+
+    def num_dropped(self, data: bytes) -> int:
+        """How many bytes the next token loses at its start."""
+        if not data or not (self._spaces or self._whole_token):
+            return 0
+        spaces = len(data) - len(data.lstrip(b" "))
+        dropped = spaces if self._whole_token else min(spaces, self._spaces)
+        self._spaces = self._spaces - dropped if spaces == len(data) else 0
+        self._whole_token = False
+        return dropped
 
 
 def byte_table(backend: Backend) -> ByteTable:
