@@ -15,17 +15,19 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from infer.checkpoint import check
 from infer.errors import CheckpointError
-from infer.gguf_file import GGUFFile, open_gguf
 from infer.gguf_tokenizer import tokenizer_files
 from infer.modelconfig import model_config
 from infer.progress import Progress, byte_progress
 from infer.weights import abstract
+
+if TYPE_CHECKING:
+    from infer.gguf_file import GGUFFile
 
 FORMAT = 1  # of the converted folder; a new one is converted anew
 SAMPLE_BYTES = 1 << 20
@@ -107,6 +109,8 @@ def _remove_leftovers(root: Path, name: str) -> None:
 
 
 def _convert(path: Path, target: Path, progress: bool | Progress) -> None:
+    from infer.gguf_file import open_gguf  # the gguf package is needed once in a file's life
+
     source = open_gguf(path)
     cfg = model_config(source.config)
     check(cfg, abstract(cfg), {tensor.name: tensor.shape for tensor in source.tensors})

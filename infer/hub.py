@@ -1,20 +1,14 @@
-"""Checkpoints from the Hugging Face hub, kept in its own cache."""
+"""Checkpoints from the Hugging Face hub, kept in its own cache.
+
+``huggingface_hub`` is imported where it is used: local models need not wait for it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 from infer.checkpoint import open_safetensors
 from infer.errors import CheckpointError
@@ -38,40 +32,62 @@ def download(name: str, progress: bool = True) -> Path:
     cached = cached_folder(name)
     if cached is not None:
         return cached
+    import huggingface_hub as hf
+    from huggingface_hub import errors
+
     repo, _, revision = name.partition("@")
-    if not progress:
-        disable_progress_bars()
     try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=WANTED))
-    except GatedRepoError as error:
+        with _bars(progress):
+            return Path(
+                hf.snapshot_download(repo, revision=revision or None, allow_patterns=WANTED)
+            )
+    except errors.GatedRepoError as error:
         raise CheckpointError(
             f"{name} asks for its licence to be accepted: open https://huggingface.co/{repo}, "
             "accept it, and log in with `hf auth login`"
         ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise CheckpointError(
             f"the hub has no model {name}, or it is private; check the spelling, or log in with "
             "`hf auth login`"
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, EntryNotFoundError) as error:
+    except Exception as error:  # whatever the transport of the day fails with
         raise CheckpointError(
             f"cannot download {name}: {_first_line(error)}. Without a network, copy the checkpoint "
             "to this machine and give its folder as the model"
         ) from error
-    finally:
-        if not progress:
-            enable_progress_bars()
 
 
 def cached_folder(name: str) -> Path | None:
     """The folder of a hub checkpoint that was downloaded completely, or None."""
+    import huggingface_hub as hf
+    from huggingface_hub import errors
+
     repo, _, revision = name.partition("@")
     try:
-        folder = Path(snapshot_download(repo, revision=revision or None, local_files_only=True))
-        open_safetensors(folder)
-    except (LocalEntryNotFoundError, CheckpointError):
+        folder = hf.snapshot_download(repo, revision=revision or None, local_files_only=True)
+        open_safetensors(Path(folder))
+    except (errors.EntryNotFoundError, OSError, ValueError, CheckpointError):
         return None  # not there, or a download that was broken off
-    return folder if (folder / "config.json").is_file() else None
+    return Path(folder) if (Path(folder) / "config.json").is_file() else None
+
+
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _first_line(error: Exception) -> str:

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from infer import hub, loading
+from infer import loading
 from infer.errors import CheckpointError, ConfigError
 from infer.loading import load, pick_device, pick_dtype
 from infer.parallel import TP
@@ -329,7 +330,7 @@ def test_a_hub_name_is_downloaded(llama: Path, monkeypatch: pytest.MonkeyPatch) 
         calls.append((repo, revision))
         return str(llama)
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert load("owner/name@v1.0", **CPU).path == str(llama)
     assert calls == [("owner/name", "v1.0")]
 
@@ -341,7 +342,7 @@ def test_an_incomplete_download_is_continued(
     shutil.copytree(llama, broken)
     (broken / "model.safetensors").unlink()
     monkeypatch.setattr(
-        hub,
+        huggingface_hub,
         "snapshot_download",
         lambda *_, local_files_only=False, **__: str(broken if local_files_only else llama),
     )
@@ -355,7 +356,7 @@ def test_a_complete_download_is_used_without_the_network(
         assert local_files_only
         return str(llama)
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert load("owner/name", **CPU).path == str(llama)
 
 
@@ -363,7 +364,7 @@ def test_offline_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def snapshot(*_: Any, **__: Any) -> str:
         raise LocalEntryNotFoundError("outgoing traffic has been disabled.\nmore")
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(CheckpointError, match=r"traffic has been disabled\. Without a network"):
         load("owner/name", **CPU)
 
