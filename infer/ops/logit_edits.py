@@ -147,7 +147,7 @@ def edit(
     chosen = sample_logits.index_select(0, samples)
     edited = apply(logits.index_select(0, chosen), positions.index_select(0, samples), slots, edits)
     own = torch.arange(samples.shape[0], dtype=torch.int32, device=logits.device) + logits.shape[0]
-    return torch.cat((logits.float(), edited)), sample_logits.index_copy(0, samples, own)
+    return torch.cat((logits.float(), edited)), sample_logits.index_copy(0, samples.long(), own)
 
 
 def allow(logits: Tensor, allowed: Tensor) -> Tensor:

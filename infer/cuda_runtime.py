@@ -1,0 +1,179 @@
+"""The CUDA runtime: steps as graph replays where a graph fits, values fetched without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer import device_step as step
+from infer import graphs
+from infer.config import Limits
+from infer.device_step import DeviceValues
+from infer.graphs import Graph, Shape
+from infer.hostbatch import HostBatch
+from infer.kv import KVCache
+from infer.model import Model
+from infer.ops import Ops
+from infer.ops.logprobs import Logprobs
+from infer.plan import Plan
+from infer.report import LogprobArrays, StepValues
+from infer.rows import RowState, table_changes
+from infer.runtime import EMPTY, Pending, Ready, Runtime, extras, step_arrays
+from infer.sequences import Need, Sequences
+from infer.staging import Staging
+
+STAGING_WORDS = 1 << 20
+
+
+class Fetched:
+    """Values on their way to pinned memory; ``wait`` is the one place where the host waits."""
+
+    def __init__(self, values: DeviceValues, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._tokens = _to_pinned(values.tokens)
+        self._nan = _to_pinned(values.nan)
+        self._own = _pinned_logprobs(values.logprobs)
+        self._prompt = _pinned_logprobs(values.prompt_logprobs)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> StepValues:
+        """Block until the device has finished the step."""
+        self._event.synchronize()
+        n = self._num_samples
+        return StepValues(
+            tokens=self._tokens.numpy()[:n].copy(),
+            failed=self._nan.numpy()[:n].copy(),
+            logprobs=_arrays(self._own),
+            prompt_logprobs=_arrays(self._prompt),
+        )
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return out.copy_(tensor, non_blocking=True)
+
+
+def _pinned_logprobs(found: Logprobs | None) -> tuple[Tensor, ...] | None:
+    if found is None:
+        return None
+    return tuple(_to_pinned(t) for t in (found.token, found.rank, found.top_ids, found.top))
+
+
+def _arrays(parts: tuple[Tensor, ...] | None) -> LogprobArrays | None:
+    return None if parts is None else LogprobArrays(*(part.numpy().copy() for part in parts))
+
+
+class CudaRuntime(Runtime):
+    """Owns the graphs of one (model, KV cache). Made complete by ``make``."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        limits: Limits,
+        device: torch.device,
+        plain: Iterable[Graph],
+        to_logits: Iterable[Graph],
+    ) -> None:
+        super().__init__(ops, Staging(device, STAGING_WORDS))
+        self._limits = limits
+        self._plain = {graph.shape: graph for graph in plain}
+        self._to_logits = {graph.shape: graph for graph in to_logits}
+        shapes = sorted(self._plain)
+        self._decode = [shape for shape in shapes if shape.decode]
+        self._mixed = [shape for shape in shapes if not shape.decode]
+        self._hit = False
+
+    def take_counters(self) -> tuple[bool, int]:
+        """Whether the last step replayed a graph, and recompilations since the last call."""
+        return self._hit, 0
+
+    @torch.inference_mode()
+    def run(
+        self,
+        model: Model,
+        kv: KVCache,
+        rows: RowState,
+        plan: Plan,
+        batch: HostBatch,
+        seqs: Sequences,
+    ) -> tuple[Pending, KVCache, RowState]:
+        """Launch one step. ``kv`` and ``rows`` are donated."""
+        graph, sampling = self._graph(plan, batch)
+        self._hit = graph is not None
+        if graph is None:
+            return super().run(model, kv, rows, plan, batch, seqs)
+        tables = (plan.table_rows, plan.table_columns, plan.table_blocks)
+        arrays = step_arrays(plan, batch, seqs)
+        inside = plan.table_rows.size <= graph.shape.num_seqs and not plan.starts.size
+        if inside:
+            arrays = {k: v for k, v in arrays.items() if k not in table_changes(plan)}
+        else:
+            empty = np.empty(0, np.int32)
+            tables = (empty, empty, empty)
+        uploaded = self.uploader.upload(arrays) if arrays else {}
+        kv, rows = self.prepare(model, kv, rows, plan, seqs, uploaded)
+        packed = graphs.pack(graph.shape, batch, self._limits, tables)
+        assert isinstance(self.uploader, Staging)
+        self.uploader.copy_into(graph.inputs, packed)
+        graph.graph.replay()
+        if sampling:
+            assert graph.tokens is not None and graph.nan is not None
+            values = DeviceValues(graph.tokens, graph.nan)
+        else:
+            assert graph.logits is not None
+            wants = extras(plan, seqs, uploaded)
+            values, rows = step.pick(graph.logits, rows, graph.batch, wants)
+        return Fetched(values, int(plan.sample_rows.size)), kv, rows
+
+    def _graph(self, plan: Plan, batch: HostBatch) -> tuple[Graph | None, bool]:
+        """The graph a step runs in, and whether it samples; None for an eager step."""
+        beyond = plan.need & ~Need.RANDOM
+        if not plan.num_sequences or plan.prompt_logprobs.size:
+            return None, False
+        if graphs.suits(plan, batch):
+            shape = graphs.smallest(self._decode, batch.num_tokens, batch.num_seqs)
+            if shape is None:
+                return None, False
+            return (self._to_logits if beyond else self._plain)[shape], not beyond
+        if beyond:
+            return None, False
+        seqs = max(batch.num_seqs, int(plan.sample_rows.size))
+        shape = graphs.smallest(self._mixed, batch.num_tokens, seqs)
+        return (self._plain[shape] if shape is not None else None), True
+
+    def fetch(self, values: DeviceValues | None) -> Pending:
+        """Start bringing the values to the host."""
+        if values is None:
+            return Ready(EMPTY)
+        return Fetched(values, values.tokens.shape[0])
+
+
+def make(
+    model: Model, ops: Ops, kv: KVCache, rows: RowState, limits: Limits, *, use_graphs: bool
+) -> CudaRuntime:
+    """Compile and capture everything an engine of these limits will run."""
+    plain: list[Graph] = []
+    to_logits: list[Graph] = []
+    if use_graphs:
+        pool = torch.cuda.graph_pool_handle()
+        with graphs.quiet_gc(), torch.inference_mode():
+            for shape in _shapes(limits):
+                plain.append(
+                    graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=True)
+                )
+                if shape.decode:
+                    to_logits.append(
+                        graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=False)
+                    )
+    return CudaRuntime(ops, limits, model.device, plain, to_logits)
+
+
+def _shapes(limits: Limits) -> list[Shape]:
+    """All shapes, the largest first: smaller graphs then find their memory in the pool."""
+    shapes = graphs.decode_shapes(limits.max_num_seqs)
+    shapes += graphs.mixed_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return sorted(shapes, reverse=True)

@@ -1,0 +1,252 @@
+"""CUDA Graphs over whole steps: embedding to sampled token in one launch.
+
+A graph is captured for a *shape*: T tokens and S sequences, decode (T = S, one position each) or
+mixed. A step runs in the smallest shape that holds it, padded: spare tokens write to the spare
+block, spare sequences are empty (mixed) or read the spare row (decode), and spare sampling rows
+write their token to the spare row. Nothing else differs from an eager step.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer import device_step as step
+from infer.batch import AttentionMeta, Batch
+from infer.blocks import Int32
+from infer.config import Limits
+from infer.device_step import Extras
+from infer.hostbatch import HostBatch
+from infer.kv import KVCache
+from infer.model import Model
+from infer.ops import Ops
+from infer.ops.sample import SampleFlags
+from infer.plan import Plan
+from infer.rows import RowState, introduce
+
+MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+FEW_SEQS = 8  # mixed steps of few sequences have graphs of their own: the LM head is most of them
+FIELDS = (
+    "input_ids src_rows positions slot_mapping seq_rows cu_seqlens_q context_lens logits_rows "
+    "sample_logits sample_rows sample_positions table_rows table_columns table_blocks"
+).split()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """What one graph holds."""
+
+    num_tokens: int
+    num_seqs: int
+    decode: bool
+
+    def sizes(self) -> dict[str, int]:
+        """Elements of each packed input field."""
+        tokens = dict.fromkeys(FIELDS[:4], self.num_tokens)
+        seqs = dict.fromkeys(FIELDS[4:], self.num_seqs)
+        return {**tokens, **seqs, "cu_seqlens_q": self.num_seqs + 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured step. ``inputs`` is written before a replay, the outputs are read after it."""
+
+    shape: Shape
+    inputs: Tensor  # i32[sum of sizes]
+    graph: torch.cuda.CUDAGraph
+    batch: Batch  # views of ``inputs``
+    tokens: Tensor | None  # i32[S], None when the graph ends at the logits
+    nan: Tensor | None  # bool[S]
+    logits: Tensor | None  # f32[S, vocab_size]
+
+
+def decode_shapes(max_num_seqs: int) -> list[Shape]:
+    """Row buckets that cover every batch up to ``max_num_seqs``, the largest exactly that."""
+    sizes = {1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64}
+    sizes |= set(range(80, 129, 16)) | set(range(160, 513, 32)) | set(range(576, 4097, 64))
+    chosen = sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+    return [Shape(size, size, decode=True) for size in chosen]
+
+
+def mixed_shapes(max_num_seqs: int, max_num_tokens: int) -> list[Shape]:
+    """Token buckets for prompts and mixed steps, for few and for all sequences."""
+    shapes = []
+    for tokens in MIXED_TOKENS:
+        if tokens <= max_num_tokens:
+            for seqs in sorted({min(FEW_SEQS, max_num_seqs), max_num_seqs}):
+                if seqs <= tokens:
+                    shapes.append(Shape(tokens, seqs, decode=False))
+    return shapes
+
+
+def smallest(shapes: Sequence[Shape], num_tokens: int, num_seqs: int) -> Shape | None:
+    """The first shape (they are sorted) that holds a step; None if none does."""
+    for shape in shapes:
+        if shape.num_tokens >= num_tokens and shape.num_seqs >= num_seqs:
+            return shape
+    return None
+
+
+def pack(
+    shape: Shape, batch: HostBatch, limits: Limits, tables: tuple[Int32, Int32, Int32]
+) -> Int32:
+    """A step's inputs in the order of ``FIELDS``, padded to ``shape``."""
+    spare_row, spare_slot = limits.max_num_seqs, limits.num_blocks * limits.block_size
+    cu_pad = batch.num_tokens
+    padding = {
+        "src_rows": -1,
+        "slot_mapping": spare_slot,
+        "seq_rows": spare_row,
+        "cu_seqlens_q": cu_pad,
+        "context_lens": 1 if shape.decode else 0,
+        "sample_rows": spare_row,
+        "table_rows": spare_row,
+        "table_blocks": limits.num_blocks,
+    }
+    values = {name: getattr(batch, name) for name in FIELDS[:11]}
+    values |= dict(zip(FIELDS[11:], tables, strict=True))
+    out = np.zeros(sum(shape.sizes().values()), np.int32)
+    at = 0
+    for name, size in shape.sizes().items():
+        value = values[name]
+        out[at : at + value.size] = value
+        if pad := padding.get(name, 0):
+            out[at + value.size : at + size] = pad
+        at += size
+    if shape.decode:
+        _decode_padding(shape, batch, out)
+    return out
+
+
+def _decode_padding(shape: Shape, batch: HostBatch, out: Int32) -> None:
+    """In a decode graph every padded sequence has one position, sampled like the others."""
+    at = 0
+    count = np.arange(shape.num_seqs + 1, dtype=np.int32)
+    for name, size in shape.sizes().items():
+        if name in ("cu_seqlens_q", "logits_rows", "sample_logits"):
+            out[at : at + size] = count[:size]
+        at += size
+
+
+def views(inputs: Tensor, shape: Shape, block_tables: Tensor, max_seqlen_k: int) -> tuple[Batch, dict[str, Tensor]]:
+    """The packed inputs as a batch, and the block-table changes beside it."""
+    parts = dict(zip(FIELDS, inputs.split(list(shape.sizes().values())), strict=True))
+    meta = AttentionMeta(
+        positions=parts["positions"],
+        slot_mapping=parts["slot_mapping"],
+        seq_rows=parts["seq_rows"],
+        cu_seqlens_q=parts["cu_seqlens_q"],
+        context_lens=parts["context_lens"],
+        block_tables=block_tables,
+        max_seqlen_q=1 if shape.decode else shape.num_tokens,
+        max_seqlen_k=max_seqlen_k,
+        decode=shape.decode,
+    )
+    none = inputs[:0]
+    batch = Batch(
+        input_ids=parts["input_ids"],
+        src_rows=parts["src_rows"],
+        attention=meta,
+        logits_rows=parts["logits_rows"],
+        sample_logits=parts["sample_logits"],
+        sample_rows=parts["sample_rows"],
+        sample_positions=parts["sample_positions"],
+        prompt_rows=none,
+        prompt_targets=none,
+    )
+    return batch, {name: parts[name] for name in FIELDS[11:]}
+
+
+PLAIN = Extras(flags=SampleFlags())  # greedy and random rows, nothing truncated
+
+
+@contextmanager
+def quiet_gc() -> Iterator[None]:
+    """Captures collect garbage; with everything frozen that costs nothing."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def capture(
+    model: Model,
+    ops: Ops,
+    kv: KVCache,
+    rows: RowState,
+    limits: Limits,
+    shape: Shape,
+    pool: object,
+    *,
+    sampling: bool,
+) -> Graph:
+    """Run a padded step of ``shape`` once, so that every kernel is compiled, and capture it.
+
+    Without ``sampling`` the graph ends at the logits, for steps whose sampling needs more than
+    temperature.
+    """
+    device = rows.last_token.device
+    empty = np.empty(0, np.int32)
+    nothing = pack(shape, _empty_batch(), limits, (empty, empty, empty))
+    inputs = torch.from_numpy(nothing).to(device)
+    batch, tables = views(inputs, shape, rows.block_tables, limits.max_model_len)
+
+    def body() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        introduce(rows, tables)
+        hidden, _ = step.forward(model, ops, kv, rows, batch)
+        scores = step.logits(model, ops, hidden, batch.logits_rows)
+        if not sampling:
+            return None, None, scores
+        values, _ = step.pick(scores, rows, batch, PLAIN)
+        return values.tokens, values.nan, None
+
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        body()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
+        tokens, nan, scores = body()
+    return Graph(shape, inputs, graph, batch, tokens, nan, scores)
+
+
+def _empty_batch() -> HostBatch:
+    empty = np.empty(0, np.int32)
+    return HostBatch(
+        input_ids=empty,
+        src_rows=empty,
+        positions=empty,
+        slot_mapping=empty,
+        seq_rows=empty,
+        cu_seqlens_q=np.zeros(1, np.int32),
+        context_lens=empty,
+        logits_rows=empty,
+        sample_logits=empty,
+        sample_rows=empty,
+        sample_positions=empty,
+        prompt_rows=empty,
+        prompt_targets=empty,
+        num_decode=0,
+        max_seqlen_q=0,
+        max_seqlen_k=0,
+    )
+
+
+def suits(plan: Plan, batch: HostBatch) -> bool:
+    """Whether a step is a decode step of a graph: one position and one sample a sequence."""
+    return (
+        batch.max_seqlen_q == 1
+        and plan.samples.size == plan.num_sequences == plan.sample_rows.size
+        and not plan.prompt_logprobs.size
+    )
+
+
