@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
-
 from infer.checkpoint import read_json
 from infer.convert import TEMPORARY, cache_root, conversion_folder
 from infer.errors import CheckpointError
@@ -65,8 +62,11 @@ def _preset_entry(preset: Preset) -> ModelEntry:
 
 def _hub_entries() -> Iterator[ModelEntry]:
     """Complete checkpoints of supported architectures in the hub's cache."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
     for repo in sorted(repos, key=lambda repo: str(repo.repo_id)):
