@@ -122,7 +122,7 @@ class FakeModel:
 
 
 def _submit(state: State, request: Request) -> State:
-    if max(request.prompt_token_ids) >= VOCAB:
+    if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= VOCAB:
         raise RequestError("token id out of range", param="prompt")
     if len(request.prompt_token_ids) >= MAX_LEN:
         raise RequestError(f"the prompt is longer than {MAX_LEN}", param="prompt")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -18,31 +18,44 @@ from infer.server.config import ServerConfig
 from infer.types import FailureKind, Observer, RejectionKind, RequestStats, StepStats
 from tests.server.fakes import FakeModel, fake_engine, fake_tokenizer
 
+T = TypeVar("T")
+
 
 class Notes:
-    """An observer that writes everything down."""
+    """An observer that writes everything down, and lets a test wait for what it looks for."""
 
     def __init__(self) -> None:
+        self._changed = threading.Condition()
         self.steps: list[StepStats] = []
         self.first: list[tuple[str, float]] = []
         self.requests: list[RequestStats] = []
         self.rejections: list[RejectionKind] = []
         self.failures: list[FailureKind] = []
 
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Block until ``ready()``, which is asked after every note."""
+        with self._changed:
+            assert self._changed.wait_for(ready, timeout=20)
+
+    def _note(self, notes: list[T], note: T) -> None:
+        with self._changed:
+            notes.append(note)
+            self._changed.notify_all()
+
     def on_step(self, stats: StepStats) -> None:
-        self.steps.append(stats)
+        self._note(self.steps, stats)
 
     def on_first_token(self, request_id: str, ttft_s: float) -> None:
-        self.first.append((request_id, ttft_s))
+        self._note(self.first, (request_id, ttft_s))
 
     def on_request(self, stats: RequestStats) -> None:
-        self.requests.append(stats)
+        self._note(self.requests, stats)
 
     def on_rejection(self, kind: RejectionKind) -> None:
-        self.rejections.append(kind)
+        self._note(self.rejections, kind)
 
     def on_failure(self, kind: FailureKind) -> None:
-        self.failures.append(kind)
+        self._note(self.failures, kind)
 
 
 @dataclass
