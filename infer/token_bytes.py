@@ -48,9 +48,11 @@ class TextStart:
         if not data or not (self._spaces or self._whole_token):
             return 0
         spaces = len(data) - len(data.lstrip(b" "))
-        dropped = spaces if self._whole_token else min(spaces, self._spaces)
+        if self._whole_token:
+            self._whole_token = False
+            return spaces
+        dropped = min(spaces, self._spaces)
         self._spaces = self._spaces - dropped if spaces == len(data) else 0
-        self._whole_token = False
         return dropped
 
 
