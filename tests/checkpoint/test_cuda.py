@@ -13,7 +13,10 @@ from infer.parallel import TP
 from tests.checkpoint.test_loading import assert_fused
 from tests.checkpoint.tiny import CASES, save, tiny_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.mark.parametrize("case", CASES)
