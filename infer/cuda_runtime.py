@@ -12,7 +12,7 @@ from infer import device_step as step
 from infer import graphs
 from infer.config import Limits
 from infer.device_step import DeviceValues
-from infer.graphs import Graph, Shape
+from infer.graphs import Graph
 from infer.hostbatch import HostBatch
 from infer.kv import KVCache
 from infer.model import Model
@@ -161,7 +161,7 @@ def make(
     if use_graphs:
         pool = torch.cuda.graph_pool_handle()
         with graphs.quiet_gc(), torch.inference_mode():
-            for shape in _shapes(limits):
+            for shape in graphs.all_shapes(limits):
                 plain.append(
                     graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=True)
                 )
@@ -170,10 +170,3 @@ def make(
                         graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=False)
                     )
     return CudaRuntime(ops, limits, model.device, plain, to_logits)
-
-
-def _shapes(limits: Limits) -> list[Shape]:
-    """All shapes, the largest first: smaller graphs then find their memory in the pool."""
-    shapes = graphs.decode_shapes(limits.max_num_seqs)
-    shapes += graphs.mixed_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
-    return sorted(shapes, reverse=True)

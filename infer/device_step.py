@@ -11,6 +11,7 @@ from infer import models
 from infer.batch import Batch
 from infer.kv import KVCache
 from infer.model import Model
+from infer.models import decoder
 from infer.ops import Ops, logit_edits
 from infer.ops.logprobs import Logprobs, logprobs, logprobs_in_slices
 from infer.ops.sample import SampleFlags, sample
@@ -38,6 +39,9 @@ class DeviceValues:
     prompt_logprobs: Logprobs | None = None
 
 
+PLAIN = Extras(flags=SampleFlags())  # greedy and random rows, nothing truncated
+
+
 def forward(
     model: Model, ops: Ops, kv: KVCache, rows: RowState, batch: Batch
 ) -> tuple[Tensor, KVCache]:
@@ -50,6 +54,30 @@ def forward(
 def logits(model: Model, ops: Ops, hidden: Tensor, token_rows: Tensor) -> Tensor:
     """float32 ``[num_rows, vocab_size]`` of the chosen tokens."""
     return models.logits(model.config, model.tp, model.weights, hidden, token_rows, ops)
+
+
+def decode(
+    model: Model, ops: Ops, kv: KVCache, rows: RowState, batch: Batch, *, sampling: bool
+) -> tuple[DeviceValues | None, Tensor | None]:
+    """A padded decode step without extras: its values, or with ``sampling`` off its logits."""
+    if ops.fused_decode is None or model.tp.size > 1:
+        hidden, _ = forward(model, ops, kv, rows, batch)
+        scores = logits(model, ops, hidden, batch.logits_rows)
+        if not sampling:
+            return None, scores
+        return pick(scores, rows, batch, PLAIN)[0], None
+    shape = decoder.layer_shape(model.config, model.tp)
+    ids = decoder.merge_ids(batch, rows.last_token)
+    hidden = decoder.embed(model.config, model.tp, model.weights, ids)
+    fused = ops.fused_decode
+    run = fused.layers(model.weights, kv, hidden, batch.attention, shape)
+    if not sampling:
+        return None, ops.linear(fused.normed(model.weights, run), model.weights.lm_head, None).float()
+    picked = fused.sample(
+        model.weights, run, batch.sample_rows, batch.sample_positions, rows.sampling
+    )
+    rows.last_token.index_copy_(0, batch.sample_rows.long(), picked.tokens)
+    return DeviceValues(picked.tokens, picked.nan), None
 
 
 def pick(

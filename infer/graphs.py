@@ -21,12 +21,10 @@ from infer import device_step as step
 from infer.batch import AttentionMeta, Batch
 from infer.blocks import Int32
 from infer.config import Limits
-from infer.device_step import Extras
 from infer.hostbatch import HostBatch
 from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
-from infer.ops.sample import SampleFlags
 from infer.plan import Plan
 from infer.rows import RowState, introduce
 
@@ -163,9 +161,6 @@ def views(inputs: Tensor, shape: Shape, block_tables: Tensor, max_seqlen_k: int)
     return batch, {name: parts[name] for name in FIELDS[11:]}
 
 
-PLAIN = Extras(flags=SampleFlags())  # greedy and random rows, nothing truncated
-
-
 @contextmanager
 def quiet_gc() -> Iterator[None]:
     """Captures collect garbage; with everything frozen that costs nothing."""
@@ -194,18 +189,19 @@ def capture(
     temperature.
     """
     device = rows.last_token.device
-    empty = np.empty(0, np.int32)
-    nothing = pack(shape, _empty_batch(), limits, (empty, empty, empty))
-    inputs = torch.from_numpy(nothing).to(device)
+    inputs = padding(shape, limits, device)
     batch, tables = views(inputs, shape, rows.block_tables, limits.max_model_len)
 
     def body() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         introduce(rows, tables)
-        hidden, _ = step.forward(model, ops, kv, rows, batch)
-        scores = step.logits(model, ops, hidden, batch.logits_rows)
-        if not sampling:
+        if shape.decode:
+            values, scores = step.decode(model, ops, kv, rows, batch, sampling=sampling)
+        else:
+            hidden, _ = step.forward(model, ops, kv, rows, batch)
+            scores = step.logits(model, ops, hidden, batch.logits_rows)
+            values, _ = step.pick(scores, rows, batch, step.PLAIN)
+        if values is None:
             return None, None, scores
-        values, _ = step.pick(scores, rows, batch, PLAIN)
         return values.tokens, values.nan, None
 
     stream = torch.cuda.Stream(device)
@@ -217,6 +213,32 @@ def capture(
     with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
         tokens, nan, scores = body()
     return Graph(shape, inputs, graph, batch, tokens, nan, scores)
+
+
+def padding(shape: Shape, limits: Limits, device: torch.device) -> Tensor:
+    """Packed inputs of a step that computes nothing but padding."""
+    empty = np.empty(0, np.int32)
+    return torch.from_numpy(pack(shape, _empty_batch(), limits, (empty, empty, empty))).to(device)
+
+
+def padded_batch(shape: Shape, limits: Limits, rows: RowState) -> tuple[Batch, dict[str, Tensor]]:
+    """A batch of nothing but padding, for measuring."""
+    inputs = padding(shape, limits, rows.last_token.device)
+    return views(inputs, shape, rows.block_tables, limits.max_model_len)
+
+
+def all_shapes(limits: Limits) -> list[Shape]:
+    """All shapes, the largest first: smaller graphs then find their memory in the pool."""
+    shapes = decode_shapes(limits.max_num_seqs)
+    shapes += mixed_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+    return sorted(shapes, reverse=True)
+
+
+def largest_shapes(limits: Limits) -> list[Shape]:
+    """The largest mixed and the largest decode shape."""
+    shapes = all_shapes(limits)
+    mixed = [shape for shape in shapes if not shape.decode][:1]
+    return mixed + [shape for shape in shapes if shape.decode][:1]
 
 
 def _empty_batch() -> HostBatch:

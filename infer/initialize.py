@@ -11,8 +11,11 @@ from infer import kv as kv_cache
 from infer import rows as row_state
 from infer.config import EngineConfig, Limits, ModelConfig
 from infer.errors import ConfigError
+from infer.kv import KVCache
 from infer.model import Model
+from infer.ops import Ops
 from infer.ops.backends import make_ops
+from infer.rows import RowState
 from infer.runtime import Runtime
 from infer.state import EngineState
 from infer.weights import local_config
@@ -20,61 +23,73 @@ from infer.weights import local_config
 CPU_KV_BYTES = 1 << 30
 CPU_DEFAULTS = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "pipeline_depth": 0}
 CUDA_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "pipeline_depth": 1}
+BLOCK_SIZES = {"torch": 16, "triton": 32, "flash_attn": 256}
 
 
 def init(model: Model, config: EngineConfig | None = None) -> EngineState:
-    """Allocate an engine for ``model``.
+    """Allocate an engine for ``model``; on CUDA also compile and capture all it will run.
 
     Raises:
         ConfigError: options that contradict each other, the model or the memory there is.
     """
-    config = _decided(model, config or EngineConfig())
-    limits = _limits(model, config)
-    local = local_config(model.config, model.tp)
-    assert config.block_size is not None and config.num_blocks is not None
-    with torch.inference_mode():
-        kv = kv_cache.allocate(
-            local.num_layers,
-            config.num_blocks,
-            config.block_size,
-            local.num_kv_heads,
-            local.head_dim,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        rows = row_state.make(limits, model.device)
+    config = config or EngineConfig()
     ops = make_ops(config.attention_backend, model.config, model.device)
+    config = _decided(model, config, ops)
+    limits = _limits(model, config)
+    with torch.inference_mode():
+        kv = allocate_kv(model, limits)
+        rows = row_state.make(limits, model.device)
     return EngineState(
         host=hosts.make(limits),
         kv=kv,
         rows=rows,
-        runtime=Runtime(ops),
+        runtime=_runtime(model, ops, kv, rows, limits, config),
         limits=limits,
         config=config,
     )
 
 
-def _decided(model: Model, config: EngineConfig) -> EngineConfig:
+def allocate_kv(model: Model, limits: Limits) -> KVCache:
+    """Pages for this rank's KV heads."""
+    local = local_config(model.config, model.tp)
+    return kv_cache.allocate(
+        local.num_layers,
+        limits.num_blocks,
+        limits.block_size,
+        local.num_kv_heads,
+        local.head_dim,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def _runtime(
+    model: Model, ops: Ops, kv: KVCache, rows: RowState, limits: Limits, config: EngineConfig
+) -> Runtime:
+    if model.device.type != "cuda":
+        return Runtime(ops)
+    from infer import cuda_runtime
+
+    use_graphs = config.cuda_graphs and ops.capturable
+    return cuda_runtime.make(model, ops, kv, rows, limits, use_graphs=use_graphs)
+
+
+def _decided(model: Model, config: EngineConfig, ops: Ops) -> EngineConfig:
     """``config`` with every None filled in; lengths and memory agree."""
-    defaults = CUDA_DEFAULTS if model.device.type == "cuda" else CPU_DEFAULTS
+    cuda = model.device.type == "cuda"
+    defaults = CUDA_DEFAULTS if cuda else CPU_DEFAULTS
     changes = {k: v for k, v in defaults.items() if getattr(config, k) is None}
     seqs = config.max_num_seqs or changes["max_num_seqs"]
     if "max_num_batched_tokens" in changes:
         changes["max_num_batched_tokens"] = max(changes["max_num_batched_tokens"], seqs)
     elif "max_num_seqs" in changes:
         changes["max_num_seqs"] = min(seqs, config.max_num_batched_tokens or seqs)
-    block_size = config.block_size or (256 if config.attention_backend == "flash_attn" else 16)
-    per_block = block_size * kv_bytes_per_token(model)
-    num_blocks = config.num_blocks or _num_blocks(model, config, per_block)
-    model_len = _max_model_len(model.config, config, num_blocks * block_size)
-    return replace(
-        config,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        max_model_len=model_len,
-        compile=config.compile if config.compile is not None else model.device.type == "cuda",
-        **changes,
-    )
+    changes["block_size"] = config.block_size or BLOCK_SIZES.get(ops.name, 16)
+    changes["compile"] = config.compile if config.compile is not None else cuda
+    config = replace(config, **changes)
+    num_blocks = config.num_blocks or _num_blocks(model, config, ops)
+    model_len = _max_model_len(model.config, config, num_blocks * changes["block_size"])
+    return replace(config, num_blocks=num_blocks, max_model_len=model_len)
 
 
 def kv_bytes_per_token(model: Model) -> int:
@@ -85,16 +100,24 @@ def kv_bytes_per_token(model: Model) -> int:
     )
 
 
-def _num_blocks(model: Model, config: EngineConfig, per_block: int) -> int:
+def _num_blocks(model: Model, config: EngineConfig, ops: Ops) -> int:
+    assert config.block_size is not None
+    per_block = config.block_size * kv_bytes_per_token(model)
     if model.device.type == "cpu":
         return max(1, CPU_KV_BYTES // per_block)
-    free, total = torch.cuda.mem_get_info(model.device)
-    budget = int(total * config.gpu_memory_utilization) - (total - free)
+    from infer import memory
+
+    # Any length serves for the profile: its steps are padding and touch one block only.
+    length = config.max_model_len or model.config.max_position_embeddings
+    limits = _limits(model, replace(config, num_blocks=1, max_model_len=length))
+    working = memory.working_bytes(model, ops, allocate_kv(model, limits), limits, config)
+    budget = memory.free_budget(model.device, config.gpu_memory_utilization) - working
     if budget < 2 * per_block:
         raise ConfigError(
-            f"gpu_memory_utilization {config.gpu_memory_utilization} of {total >> 20} MiB leaves "
-            f"{budget >> 20} MiB for KV, one block takes {per_block >> 10} KiB; raise it, free "
-            "memory on the GPU, or lower block_size"
+            f"gpu_memory_utilization {config.gpu_memory_utilization} leaves {budget >> 20} MiB for "
+            f"KV beside weights, other processes and {working >> 20} MiB of working memory; one "
+            f"block takes {per_block >> 10} KiB. Raise it, free memory on the GPU, or lower "
+            "max_num_batched_tokens or max_num_seqs"
         )
     return budget // per_block - 1
 

@@ -10,6 +10,9 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from infer.batch import AttentionMeta
+    from infer.kv import KVCache
+    from infer.ops.sample import Sampled, SamplingRows
+    from infer.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,26 @@ class Prepare(Protocol):
     ) -> Any: ...
 
 
+class FusedDecode(Protocol):
+    """Decode steps of one rank in fewer kernels than the stages; capturable in a CUDA Graph.
+
+    What ``layers`` returns goes to ``sample`` or ``normed``, once.
+    """
+
+    def layers(
+        self, weights: Weights, kv: KVCache, hidden: Tensor, meta: AttentionMeta, shape: LayerShape
+    ) -> Any:
+        """Run all layers over the embedded tokens ``[num_seqs, hidden_size]``, overwriting them."""
+
+    def sample(
+        self, weights: Weights, run: Any, sample_rows: Tensor, positions: Tensor, params: SamplingRows
+    ) -> Sampled:
+        """Sample every row from the whole vocabulary, without truncation."""
+
+    def normed(self, weights: Weights, run: Any) -> Tensor:
+        """The final norm of every row ``[num_seqs, hidden_size]``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """A backend: what ``infer.models.decoder`` is written in."""
@@ -87,3 +110,5 @@ class Ops:
     qk_norm_rope_store: QKNormRopeStore
     attention: Attention
     silu_mul: Callable[[Tensor], Tensor]  # [T, 2I], gate then up -> [T, I]
+    fused_decode: FusedDecode | None = None
+    capturable: bool = False  # no stage reads the device back, so CUDA Graphs can hold them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from infer.config import ModelConfig
 from infer.errors import ConfigError
@@ -16,9 +17,40 @@ def make_ops(name: str, cfg: ModelConfig, device: torch.device | str) -> Ops:
     Raises:
         ConfigError: no such backend, or one that cannot run on this device.
     """
-    if name in ("auto", "torch"):
+    device = torch.device(device)
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "torch":
         return torch_ops(cfg, device)
-    raise ConfigError(f"attention_backend is {name!r}; on {device} there is: torch")
+    if device.type != "cuda":
+        raise ConfigError(f"attention_backend is {name!r}, which needs a CUDA GPU; use torch")
+    if name == "triton":
+        return triton_ops(cfg, device)
+    raise ConfigError(f"attention_backend is {name!r}; choose auto, torch or triton")
+
+
+def triton_ops(cfg: ModelConfig, device: torch.device) -> Ops:
+    """Kernels of our own. Triton is imported here: a CPU installation goes without it."""
+    try:
+        from infer.ops import triton_backend, triton_norm
+    except ImportError as error:
+        raise ConfigError(
+            f"attention_backend 'triton' needs the package triton ({error}); "
+            "install purestep[gpu] or use attention_backend='torch'"
+        ) from error
+    cos_sin = cos_sin_table(cfg, device)
+    return Ops(
+        name="triton",
+        cos_sin=cos_sin,
+        prepare=triton_backend.prepare,
+        linear=F.linear,
+        add_rms_norm=triton_norm.add_rms_norm,
+        qk_norm_rope_store=triton_backend.qk_norm_rope_store,
+        attention=triton_backend.attention,
+        silu_mul=triton_norm.silu_mul,
+        fused_decode=triton_backend.fused_decode(cos_sin),
+        capturable=True,
+    )
 
 
 def torch_ops(cfg: ModelConfig, device: torch.device | str) -> Ops:

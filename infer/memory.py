@@ -1,0 +1,55 @@
+"""How much of a GPU is left for KV: measured on the largest steps before the pool is allocated."""
+
+from __future__ import annotations
+
+import torch
+
+from infer import device_step as step
+from infer import graphs
+from infer import rows as row_state
+from infer.config import EngineConfig, Limits
+from infer.device_step import Extras
+from infer.graphs import Shape
+from infer.kv import KVCache
+from infer.model import Model
+from infer.ops import Ops
+from infer.ops.sample import SampleFlags
+
+TRUNCATING = Extras(SampleFlags(top_k=True, top_p=True, min_p=True))  # the hungriest sampler
+
+
+def free_budget(device: torch.device, fraction: float) -> int:
+    """Bytes of ``fraction`` of the GPU that nobody uses, other processes' memory respected."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * fraction) - (total - free)
+
+
+@torch.inference_mode()
+def working_bytes(
+    model: Model, ops: Ops, kv: KVCache, limits: Limits, config: EngineConfig
+) -> int:
+    """Bytes that rows, the largest eager step and the graphs need beside weights and KV.
+
+    Runs the largest step with the hungriest sampler and captures the largest graphs, on a KV cache
+    of one block; smaller graphs share their memory.
+    """
+    torch.cuda.synchronize(model.device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(model.device)
+    rows = row_state.make(limits, model.device)
+    largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, decode=False)
+    batch, _ = graphs.padded_batch(largest, limits, rows)
+    hidden, kv = step.forward(model, ops, kv, rows, batch)
+    scores = step.logits(model, ops, hidden, batch.logits_rows)
+    _, rows = step.pick(scores, rows, batch, TRUNCATING)
+    kept = []
+    if config.cuda_graphs and ops.capturable:
+        pool = torch.cuda.graph_pool_handle()
+        with graphs.quiet_gc():
+            for shape in graphs.largest_shapes(limits):
+                kept.append(
+                    graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=True)
+                )
+    torch.cuda.synchronize(model.device)
+    return torch.cuda.memory_reserved(model.device) - before

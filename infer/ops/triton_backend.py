@@ -1,0 +1,166 @@
+"""The Triton kernels as a backend: stages for prompts and mixed steps, and whole fused decodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infer.batch import AttentionMeta
+from infer.kv import KVCache
+from infer.ops import LayerShape, triton_norm, triton_store
+from infer.ops.sample import Sampled, SamplingRows
+from infer.ops.triton_decode import decode_attention
+from infer.ops.triton_plan import DecodePlan, decode_config, plan_decode
+from infer.ops.triton_prefill import PrefillConfig, prefill_attention, prefill_config
+from infer.ops.triton_step import (
+    DecodeBuffers,
+    DecodeInputs,
+    decode_buffers,
+    decode_layers,
+    decode_sample,
+    uses_dependent_launch,
+)
+from infer.ops.triton_vector import MAX_ROWS
+from infer.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStep:
+    """What every layer of one step shares."""
+
+    meta: AttentionMeta
+    cos_sin: Tensor
+    plan: DecodePlan
+    prefill: PrefillConfig | None  # None: every sequence has one query position
+
+
+def prepare(meta: AttentionMeta, cos_sin: Tensor, k_cache: Tensor, shape: LayerShape) -> TritonStep:
+    """Divide the step's decode work; see ``infer.ops.Prepare``."""
+    bits = k_cache.dtype.itemsize * 8
+    prefill = None if meta.decode else prefill_config(shape.head_dim, bits, meta.max_seqlen_q)
+    return TritonStep(meta, cos_sin, _plan(meta, bits, shape), prefill)
+
+
+def _plan(meta: AttentionMeta, bits: int, shape: LayerShape) -> DecodePlan:
+    num_seqs = meta.context_lens.shape[0]
+    return plan_decode(
+        meta.seq_rows,
+        meta.context_lens,
+        config=decode_config(num_seqs, shape.num_heads, shape.num_kv_heads, bits),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        sliding_window=shape.sliding_window,
+        cu_seqlens_q=None if meta.decode else meta.cu_seqlens_q,
+    )
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: TritonStep,
+    shape: LayerShape,
+) -> Tensor:
+    """See ``infer.ops.QKNormRopeStore``."""
+    return triton_store.qk_norm_rope_store(
+        qkv,
+        q_norm,
+        k_norm,
+        k_cache,
+        v_cache,
+        step.cos_sin,
+        step.meta.positions,
+        step.meta.slot_mapping,
+        shape.num_heads,
+        shape.eps,
+    )
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: TritonStep, shape: LayerShape
+) -> Tensor:
+    """See ``infer.ops.Attention``."""
+    meta = step.meta
+    out = torch.empty_like(q)
+    if step.prefill is not None:
+        prefill_attention(
+            out,
+            q,
+            k_cache,
+            v_cache,
+            seq_rows=meta.seq_rows,
+            cu_seqlens_q=meta.cu_seqlens_q,
+            context_lens=meta.context_lens,
+            block_tables=meta.block_tables,
+            scale=shape.scale,
+            config=step.prefill,
+            sliding_window=shape.sliding_window,
+            skip_single=True,
+        )
+    flat = out.view(q.shape[0], -1)
+    decode_attention(
+        flat,
+        q.view(q.shape[0], -1),
+        k_cache,
+        v_cache,
+        meta.block_tables,
+        step.plan,
+        num_heads=shape.num_heads,
+        scale=shape.scale,
+        sliding_window=shape.sliding_window,
+    )
+    return flat
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecode:
+    """Whole decode steps in few kernels; see ``infer.ops.FusedDecode``."""
+
+    cos_sin: Tensor
+    pdl: bool
+
+    def layers(
+        self, weights: Weights, kv: KVCache, hidden: Tensor, meta: AttentionMeta, shape: LayerShape
+    ) -> tuple[DecodeBuffers, DecodeInputs]:
+        """Run all layers over the embedded tokens, which are overwritten."""
+        step = DecodeInputs(
+            plan=_plan(meta, hidden.dtype.itemsize * 8, shape),
+            block_tables=meta.block_tables,
+            cos_sin=self.cos_sin,
+            slot_mapping=meta.slot_mapping,
+            shape=shape,
+            pdl=self.pdl,
+        )
+        buffers = decode_buffers(hidden, weights.layers[0], shape)
+        decode_layers(weights, kv.k, kv.v, buffers, step)
+        return buffers, step
+
+    def sample(
+        self,
+        weights: Weights,
+        run: tuple[DecodeBuffers, DecodeInputs],
+        sample_rows: Tensor,
+        positions: Tensor,
+        params: SamplingRows,
+    ) -> Sampled:
+        """Sample every row without writing logits; for rows that truncate nothing."""
+        buffers, step = run
+        return decode_sample(weights, buffers, step, sample_rows, positions, params)
+
+    def normed(self, weights: Weights, run: tuple[DecodeBuffers, DecodeInputs]) -> Tensor:
+        """The final norm of every row, for an LM head of one's own."""
+        buffers, step = run
+        if buffers.hidden.shape[0] > MAX_ROWS:
+            return buffers.normed
+        out, _ = triton_norm.add_rms_norm(buffers.hidden, None, weights.norm, step.shape.eps)
+        return out
+
+
+def fused_decode(cos_sin: Tensor) -> TritonDecode:
+    """Fused decode steps on the device of ``cos_sin``."""
+    return TritonDecode(cos_sin, uses_dependent_launch(cos_sin.device))
