@@ -11,7 +11,7 @@ import numpy.typing as npt
 from infer import sequences
 from infer.blocks import Int32
 from infer.config import Limits
-from infer.host import Host, finish_event, retire
+from infer.host import Host, finish_event, generated, retire
 from infer.plan import Plan
 from infer.prefix import Draft
 from infer.schedule import register_blocks
@@ -29,6 +29,7 @@ class Accepted:
     tokens: Int32  # i32[N]
     sampled: Int32  # i32[N], indices into the plan's sampling rows
     finished: tuple[FinishEvent, ...]
+    outputs: tuple[Int32, ...]  # generated tokens of each of ``finished``
 
 
 def commit(
@@ -50,7 +51,7 @@ def commit(
     Rows whose epoch has changed since the launch were given up: their tokens are dropped.
     """
     if not plan.sample_rows.size and not plan.finished:
-        return Accepted(_NO_OBJECTS, _EMPTY, _EMPTY, _EMPTY, ()), _settled(host)
+        return Accepted(_NO_OBJECTS, _EMPTY, _EMPTY, _EMPTY, (), ()), _settled(host)
     seqs = sequences.copy(host.seqs)
     sampled = np.flatnonzero(seqs.epoch[plan.sample_rows] == plan.sample_epochs).astype(np.int32)
     rows, values = plan.sample_rows[sampled], tokens[sampled].astype(np.int32)
@@ -63,6 +64,7 @@ def commit(
         tokens=values,
         sampled=sampled,
         finished=(*plan.finished, *ended.values()),
+        outputs=(*plan.outputs, *(generated(seqs, row) for row in ended)),
     )
     filled = _filled(seqs, rows, limits) if limits.prefix_caching else _EMPTY
     if not filled.size and not ended:

@@ -52,6 +52,11 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults) -> SamplingPar
     return replace(params, **changes) if changes else params
 
 
+def mixed_seed(seed: int, arrival: int) -> int:
+    """The seed of a request that brings none of its own; distinct for distinct arrivals."""
+    return (seed * 0x9E3779B97F4A7C15 + arrival) % 2**63
+
+
 def num_slots(limits: Limits) -> int:
     """Penalty rows the device keeps."""
     return min(limits.max_num_seqs, MAX_PENALTY_SLOTS)
@@ -72,7 +77,9 @@ def _validated(request: Request, limits: Limits) -> tuple[Request, Int32, int]:
             "which must also hold the answer; shorten it or raise max_model_len",
             "prompt",
         )
-    tokens = np.asarray(request.prompt_token_ids, np.int64)
+    tokens = np.asarray(request.prompt_token_ids)
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        raise _refuse(request, "the prompt must be a list of token ids, whole numbers", "prompt")
     bad = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
     if bad.size:
         raise _refuse(
@@ -129,7 +136,7 @@ def submit(host: Host, requests: Request | Iterable[Request], limits: Limits) ->
         if limits.prefix_caching:
             chain = prefix.digests(tokens, limits.block_size, request.cache_salt)
         if request.params.seed is None:
-            seed = (limits.seed * 0x9E3779B97F4A7C15 + arrivals) % 2**63
+            seed = mixed_seed(limits.seed, arrivals)
             request = replace(request, params=replace(request.params, seed=seed))
         item = WaitingRequest(
             request=request,
@@ -140,7 +147,9 @@ def submit(host: Host, requests: Request | Iterable[Request], limits: Limits) ->
         )
         waiting = sequences.enqueue(waiting, item)
         arrivals += 1
-    return replace(host, waiting=waiting, arrivals=arrivals)
+    names = {request.request_id for request in batch}
+    aborts = tuple(name for name in host.aborts if name not in names)  # of an ended namesake
+    return replace(host, waiting=waiting, arrivals=arrivals, aborts=aborts)
 
 
 def abort(host: Host, request_id: str) -> Host:
@@ -159,8 +168,9 @@ def has_work(host: Host) -> bool:
 def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
     """A second sequence ``new_id`` that continues from where ``request_id`` is.
 
-    It shares every block; the last partial one is copied when either first writes to it. Its noise
-    is that of the next choice index, so that a sampled fork differs from its source.
+    It shares every block; the last partial one is copied when either first writes to it. Its seed
+    is derived from its source's and its arrival number, so that sampled forks differ from their
+    source and from each other.
 
     Raises:
         StateError: the source has launched tokens that were not collected.
@@ -184,9 +194,17 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
     seqs = sequences.copy(host.seqs)
     draft = Draft.of(host.pool, host.prefix, host.step)
     row = int(free[0])
-    slot = free_slots(seqs, limits, 1)[0] if seqs.need[source] & Need.PENALTIES else -1
-    request = replace(seqs.request[source], request_id=new_id)
-    adopt(seqs, draft, source, row, request, choice=int(seqs.choice[source]) + 1, slot=slot)
+    slots = free_slots(seqs, limits, 1) if seqs.need[source] & Need.PENALTIES else [-1]
+    if not slots:
+        raise RequestError(
+            f"cannot fork {request_id!r}: all {num_slots(limits)} penalty rows are taken; "
+            "wait, or send requests without penalties, bias and min_tokens",
+            param="request_id",
+        )
+    request = seqs.request[source]
+    seed = mixed_seed(request.params.seed or 0, host.arrivals)
+    request = replace(request, request_id=new_id, params=replace(request.params, n=1, seed=seed))
+    adopt(seqs, draft, source, row, request, choice=0, slot=slots[0])
     seqs.rank[row] = host.arrivals + request.priority * limits.priority_span
     seqs.rows_of[new_id] = (row,)  # type: ignore[index]  # private copy
     pool, index = draft.freeze()
@@ -244,6 +262,11 @@ def finish_event(
         num_preemptions=int(seqs.num_preemptions[row]),
         error=error,
     )
+
+
+def generated(seqs: Sequences, row: int) -> Int32:
+    """A copy of the tokens ``row`` has generated so far."""
+    return sequences.tokens(seqs, row)[seqs.num_prompt_tokens[row] :].copy()
 
 
 def retire(seqs: Sequences, draft: Draft, rows: Sequence[int]) -> None:

@@ -228,18 +228,19 @@ class LLM:
 
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         builders = self._start(requests)
-        bar = tqdm(total=len(requests), unit="req", desc="Generating", disable=not progress)
+        by_token = any(r.params.logprobs is not None for r in requests)
         num_tokens, started = 0, time.monotonic()
-        with bar:
+        with tqdm(
+            total=len(requests), unit="req", desc="Generating", disable=not progress
+        ) as bar:
             for report in self._steps(builders):
-                for event in report.events:
-                    builders[event.request_id].push(event)
+                _take(report, builders, by_token)
                 num_tokens += report.stats.num_generated_tokens
-                finished = sum(b.done for b in builders.values()) if report.accepted.finished else bar.n
-                if finished > bar.n:
+                names = {finish.request_id for finish in report.accepted.finished}
+                if ended := sum(builders[name].done for name in names):
                     rate = num_tokens / (time.monotonic() - started)
                     bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-                    bar.update(finished - bar.n)
+                    bar.update(ended)
         return [builders[r.request_id].result() for r in requests]
 
     def _stream(self, request: Request) -> Iterator[Delta]:
@@ -250,3 +251,22 @@ class LLM:
                 delta = builder.push(event)
                 if delta is not None:
                     yield delta
+
+
+def _take(
+    report: engine.Report, builders: Mapping[str, OutputBuilder], by_token: bool
+) -> None:
+    """Hand a step's results to their requests; token by token only where that is needed."""
+    if by_token:
+        for event in report.events:
+            builders[event.request_id].push(event)
+        return
+    plan, now = report.plan, report.stats.time
+    sampling = plan.samples
+    for i in sampling[plan.num_known[sampling] == plan.num_prompt[sampling]].tolist():
+        builders[plan.requests[i].request_id].first_token(now)
+    for event in report.prompt_logprobs:
+        builders[event.request_id].push(event)
+    accepted = report.accepted
+    for finish, tokens in zip(accepted.finished, accepted.outputs, strict=True):
+        builders[finish.request_id].complete(finish, tokens.tolist(), now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from infer.errors import EngineError
@@ -134,6 +135,20 @@ class OutputBuilder:
         text = choice.stream.finish(event.reason, event.stop) if choice.stream else ""
         choice.text.append(text)
         return Delta(index=event.index, text=text, finish_reason=event.reason)
+
+    def first_token(self, when: float) -> None:
+        """The request's first token came, its value to follow in ``complete``."""
+        if self._first_token is None:
+            self._first_token = when
+
+    def complete(self, event: FinishEvent, token_ids: Sequence[int], when: float) -> None:
+        """Take a continuation as a whole, instead of token by token."""
+        choice = self._choices[event.index]
+        choice.token_ids = list(token_ids)
+        choice.last_token = when
+        if choice.stream:
+            choice.text.append(choice.stream.push(token_ids))
+        self.push(event)
 
     def _token(self, choice: _Choice, event: TokenEvent) -> Delta:
         now = time.monotonic()

@@ -57,6 +57,7 @@ class Plan:
     admitted: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
     finished: tuple[FinishEvent, ...] = ()  # aborted before this step
+    outputs: tuple[Int32, ...] = ()  # generated tokens of each of ``finished``
     prefix_queries: int = 0
     prefix_hits: int = 0
     stalled: bool = False

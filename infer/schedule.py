@@ -10,13 +10,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import numpy as np
 
 from infer import sequences
 from infer.blocks import Int32
 from infer.config import Limits
-from infer.host import Host, adopt, finish_event, free_slots, retire
+from infer.host import Host, adopt, finish_event, free_slots, generated, retire
 from infer.plan import Plan
 from infer.prefix import Draft, Entry, digests
 from infer.sequences import Need, Sequences, Status, WaitingRequest
@@ -44,8 +45,10 @@ class _Round:
     taken: list[str] = field(default_factory=list)  # left the queue
     preempted: list[str] = field(default_factory=list)
     finished: list[FinishEvent] = field(default_factory=list)
+    outputs: list[Int32] = field(default_factory=list)
     prefix_queries: int = 0
     prefix_hits: int = 0
+    queue_open: bool = True  # false once a request had no row or no blocks: none may overtake it
     stalled: bool = False
 
 
@@ -60,11 +63,11 @@ def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
     gone = _apply_aborts(r, host)
     waiting = sequences.withdraw(host.waiting, gone)
     _introduce(r, host.dirty)
-    decode = _schedule_decodes(r, host.in_flight > 0)
+    decode = _schedule_decodes(r)
     if not r.stalled:
         _schedule_prompts(r, waiting)
         if not r.rows and not r.taken:
-            _unblock(r, waiting, host.in_flight > 0)
+            _unblock(r, waiting)
     plan = _advance(r, host.step, decode)
     pool, index = r.draft.freeze()
     return plan, replace(
@@ -87,6 +90,7 @@ def _apply_aborts(r: _Round, host: Host) -> list[str]:
         rows = r.seqs.rows_of.get(name)
         if rows is not None:
             r.finished += [finish_event(r.seqs, row, FinishReason.ABORT) for row in rows]
+            r.outputs += [generated(r.seqs, row) for row in rows]
             retire(r.seqs, r.draft, rows)
         elif (item := host.waiting.live.get(name)) is not None:
             gone.append(name)
@@ -94,6 +98,7 @@ def _apply_aborts(r: _Round, host: Host) -> list[str]:
                 FinishEvent(name, i, FinishReason.ABORT, num_prompt_tokens=item.tokens.size)
                 for i in range(item.request.params.n)
             ]
+            r.outputs += [_EMPTY] * item.request.params.n
     return gone
 
 
@@ -112,7 +117,7 @@ def _upload_table(r: _Round, row: int, start: int) -> None:
     r.deltas.append((np.full(new.size, row, np.int32), columns, new))
 
 
-def _schedule_decodes(r: _Round, in_flight: bool) -> int:
+def _schedule_decodes(r: _Round) -> int:
     """Give every sequence that lacks one position its step; returns how many."""
     s, size = r.seqs, r.limits.block_size
     while True:
@@ -127,8 +132,7 @@ def _schedule_decodes(r: _Round, in_flight: bool) -> int:
         shared = ~grows & (r.draft.pool.ref_count[s.last_block[rows]] > 1)
         if r.draft.reserve(int(np.count_nonzero(grows) + np.count_nonzero(shared))):
             break
-        if in_flight:
-            r.stalled = True
+        if _must_collect(r):
             return 0
         _preempt_last(r)
     for row in rows[shared].tolist():
@@ -143,6 +147,12 @@ def _schedule_decodes(r: _Round, in_flight: bool) -> int:
     r.chunks = [1] * rows.size
     r.budget -= rows.size
     return int(rows.size)
+
+
+def _must_collect(r: _Round) -> bool:
+    """Before a preemption: tokens that were launched may end sequences and free their blocks."""
+    r.stalled = bool(r.seqs.num_pending.any())
+    return r.stalled
 
 
 def _own_tail(r: _Round, row: int) -> None:
@@ -178,30 +188,38 @@ def _candidates(
     rows = np.flatnonzero(partial | (s.status == Status.PREEMPTED))
     rows = rows[np.lexsort((rows, s.rank[rows]))]
     admitted = [(int(s.rank[row]), int(row), None) for row in rows]
-    queued = ((w.rank, -1, w) for w in waiting.by_rank())
+    queued = ((w.rank, -1, w) for w in takewhile(lambda _: r.queue_open, waiting.by_rank()))
     return heapq.merge(admitted, queued, key=lambda c: c[0])
 
 
 def _schedule_prompts(r: _Round, waiting: sequences.Waiting) -> None:
-    """Spend the rest of the budget on prompts, by rank; the first that does not fit ends it."""
+    """Spend the rest of the budget on prompts, by rank.
+
+    What cannot be admitted is not overtaken by what comes after it, with two exceptions, which
+    hold what it waits for: half computed prompts go on, and a request that lacks a row lets
+    preempted sequences, which have theirs, come back.
+    """
     s, size = r.seqs, r.limits.block_size
     partial = (s.status == Status.RUNNING) & (s.num_total - s.num_cached_tokens > 1)
     promised = int((-(-s.num_total[partial] // size) - s.num_blocks[partial]).sum())
-    deferred = 0
+    deferred, fits = 0, True
     for _, row, item in _candidates(r, waiting):
-        if r.budget == 0 or deferred == MAX_DEFERRED:
+        if r.budget == 0:
             return
         if row >= 0 and s.status[row] == Status.RUNNING:
             promised -= int(-(-s.num_total[row] // size) - s.num_blocks[row])
         else:
-            if item is not None and not _has_rows(r, item):
-                return
+            if item is not None:
+                r.queue_open = r.queue_open and deferred < MAX_DEFERRED and _has_rows(r, item)
+            if not fits or (item is not None and not r.queue_open):
+                continue
             entries, later = _lookup(r, row, item)
             if later:
                 deferred += 1
                 continue
             if not _fits(r, row, item, entries, promised):
-                return
+                fits = r.queue_open = False
+                continue
             row = _admit(r, row, item, entries)
         chunk = _chunk(r, row)
         if chunk == 0:
@@ -210,6 +228,9 @@ def _schedule_prompts(r: _Round, waiting: sequences.Waiting) -> None:
         r.chunks.append(chunk)
         r.budget -= chunk
         promised += int(-(-s.num_total[row] // size) - s.num_blocks[row])
+        if r.limits.prefix_caching:
+            computed = int(s.num_cached_tokens[row]) + chunk
+            register_blocks(s, r.draft, row, computed, size)
 
 
 def _has_rows(r: _Round, item: WaitingRequest) -> bool:
@@ -315,13 +336,13 @@ def _chunk(r: _Round, row: int) -> int:
     return chunk
 
 
-def _unblock(r: _Round, waiting: sequences.Waiting, in_flight: bool) -> None:
+def _unblock(r: _Round, waiting: sequences.Waiting) -> None:
     """Nothing could run although prompts are half computed: they hold each other's blocks."""
     while not r.rows and np.count_nonzero(r.seqs.num_blocks > 0) > 1:
-        if in_flight:
-            r.stalled = True
+        if _must_collect(r):
             return
         _preempt_last(r)
+        r.queue_open = True
         _schedule_prompts(r, waiting)
 
 
@@ -335,9 +356,6 @@ def _advance(r: _Round, step: int, num_decode: int) -> Plan:
     complete = cached + chunks == known
     samples = np.flatnonzero(complete).astype(np.int32)
     s.num_pending[rows[complete]] += 1
-    if r.limits.prefix_caching:
-        for row in r.rows[num_decode:]:
-            register_blocks(s, r.draft, row, int(s.num_cached_tokens[row]), r.limits.block_size)
     plan_tables = s.block_table[rows]
     sample_seqs, sample_rows = _sampling_rows(r, rows, samples)
     need = Need(int(np.bitwise_or.reduce(s.need[sample_rows], initial=0)))
@@ -370,6 +388,7 @@ def _advance(r: _Round, step: int, num_decode: int) -> Plan:
         admitted=tuple(r.admitted),
         preempted=tuple(r.preempted),
         finished=tuple(r.finished),
+        outputs=tuple(r.outputs),
         prefix_queries=r.prefix_queries,
         prefix_hits=r.prefix_hits,
         stalled=r.stalled,
