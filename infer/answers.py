@@ -92,7 +92,7 @@ class ToolCallParser:
     """Takes ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` out of an answer.
 
     A call is reported once it is complete. What looks like one and is not (malformed JSON, no name)
-    stays content. White space between content and a call, and between calls, is dropped.
+    stays content. White space around calls is dropped, except once between two parts of content.
     """
 
     def __init__(self) -> None:
@@ -101,6 +101,8 @@ class ToolCallParser:
         self._gap = ""  # white space before the call that is open
         self._searched = 0  # no closing tag begins before this offset
         self._trim = False  # a call came last, white space after it is dropped
+        self._between = ""  # white space from before it, for content that may follow
+        self._began = False  # some content was reported
 
     def push(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         """The content and the complete calls that ``text`` adds."""
@@ -140,6 +142,8 @@ class ToolCallParser:
         if call is None:
             return self._shown(f"{self._gap}{CALL}{body}{tag}")
         calls.append(call)
+        if not self._trim:
+            self._between = self._gap if self._began else ""
         self._trim = True
         return ""
 
@@ -147,6 +151,8 @@ class ToolCallParser:
         if self._trim:
             content = content.lstrip()
             self._trim = not content
+            content = content and self._between + content
+        self._began = self._began or bool(content)
         return content
 
     def _end_of_call(self) -> int | None:

@@ -1,0 +1,171 @@
+"""Reasoning and tool calls: the same whatever the pieces are in which an answer arrives."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.answers import ReasoningSplitter, ToolCall, ToolCallParser, opens_reasoning
+
+CUTS = st.lists(st.integers(0, 300), max_size=12)
+FAST = settings(deadline=None)
+
+
+def parts(text: str, cuts: list[int]) -> list[str]:
+    bounds = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[a:b] for a, b in pairwise(bounds)]
+
+
+def split(text: str, cuts: list[int], *, inside: bool = False) -> tuple[str, str]:
+    splitter = ReasoningSplitter(inside=inside)
+    found = [*(splitter.push(part) for part in parts(text, cuts)), splitter.flush()]
+    return "".join(r for r, _ in found), "".join(c for _, c in found)
+
+
+def parse(text: str, cuts: list[int]) -> tuple[str, list[ToolCall]]:
+    parser = ToolCallParser()
+    found = [*(parser.push(part) for part in parts(text, cuts)), parser.flush()]
+    return "".join(c for c, _ in found), [call for _, calls in found for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "reasoning", "content"),
+    [
+        ("<think>\nWhy?\n\nSo.\n</think>\n\nYes.\n", False, "Why?\n\nSo.", "Yes.\n"),
+        ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
+        ("\n<think>a</think>b", False, "a", "b"),
+        ("Why?\n</think>\n\nYes.", True, "Why?", "Yes."),
+        ("\n\nWhy?\n", True, "Why?", ""),
+        ("<think>never ends </thin", False, "never ends </thin", ""),
+        ("Plain <think>not reasoning</think>.", False, "", "Plain <think>not reasoning</think>."),
+        ("<think>a</think>b</think><think>c", False, "a", "b</think><think>c"),
+        ("<thin", False, "", "<thin"),
+        ("<thinking>x", False, "", "<thinking>x"),
+        ("  \n", False, "", "  \n"),
+        ("", False, "", ""),
+    ],
+)
+@FAST
+@given(cuts=CUTS)
+def test_reasoning(text: str, inside: bool, reasoning: str, content: str, cuts: list[int]) -> None:
+    assert split(text, cuts, inside=inside) == (reasoning, content)
+
+
+@FAST
+@given(
+    text=st.lists(
+        st.sampled_from(["<think>", "</think>", "<thi", "</", "\n", "a", " ", "<"]), max_size=12
+    ).map("".join),
+    cuts=CUTS,
+    inside=st.booleans(),
+)
+def test_reasoning_does_not_depend_on_the_pieces(text: str, cuts: list[int], inside: bool) -> None:
+    assert split(text, cuts, inside=inside) == split(text, [], inside=inside)
+
+
+def test_reasoning_is_not_held_back_longer_than_it_must() -> None:
+    splitter = ReasoningSplitter()
+    assert splitter.push("<think>\nab") == ("ab", "")
+    assert splitter.push(" c\n") == (" c", "")
+    assert splitter.push("d</th") == ("\nd", "")
+    assert splitter.push("ere") == ("</there", "")
+    assert splitter.push("</think>\nx") == ("", "x")
+
+
+def test_prompts_that_open_reasoning() -> None:
+    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not opens_reasoning("<|im_start|>assistant\n")
+
+
+def call(name: str, **arguments: object) -> str:
+    body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+F = ToolCall("f", "{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (call("f"), "", [F]),
+        (f"Let me see.\n\n{call('f')}", "Let me see.", [F]),
+        (f"{call('f')}\n{call('g', a=1)}\n", "", [F, ToolCall("g", '{"a": 1}')]),
+        (f"a {call('f')}\n{call('f')}\n b\n", "a b\n", [F, F]),
+        (f"\n{call('f')} b", "b", [F]),
+        (
+            call("f", text='say "</tool_call>" \\ é'),
+            "",
+            [ToolCall("f", '{"text": "say \\"</tool_call>\\" \\\\ é"}')],
+        ),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [F]),
+        ('<tool_call>{"name": "f", "arguments": {}}', "", [F]),  # the model stopped early
+        ("<tool_call>{bad}</tool_call> x", "<tool_call>{bad}</tool_call> x", []),
+        ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
+        ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+        ('<tool_call>{"name": ""}</tool_call>', '<tool_call>{"name": ""}</tool_call>', []),
+        (
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            [],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+            [],
+        ),
+        (f"x\n<tool_call>{{</tool_call>\n{call('f')}", "x\n<tool_call>{</tool_call>", [F]),
+        (f"x\n{call('f')} <tool_call>{{</tool_call>", "x\n<tool_call>{</tool_call>", [F]),
+        ('a <tool_call>{"name": "f', 'a <tool_call>{"name": "f', []),
+        ("a <tool_ca", "a <tool_ca", []),
+        ("a < b \n", "a < b \n", []),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", None, []),
+    ],
+)
+def test_tool_calls(text: str, content: str | None, calls: list[ToolCall]) -> None:
+    assert parse(text, []) == (text if content is None else content, calls)
+    assert parse(text, list(range(min(len(text), 400)))) == (
+        text if content is None else content,
+        calls,
+    )
+
+
+@FAST
+@given(
+    text=st.lists(
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                call("f"),
+                call("g", a="</tool_call>"),
+                "<to",
+                "\n",
+                "a",
+                '"',
+                "{",
+                "\\",
+                " ",
+            ]
+        ),
+        max_size=8,
+    ).map("".join),
+    cuts=CUTS,
+)
+def test_tool_calls_do_not_depend_on_the_pieces(text: str, cuts: list[int]) -> None:
+    content, calls = parse(text, cuts)
+    whole, expected = parse(text, [])
+    assert (content, calls) == (whole, expected)
+
+
+def test_content_is_not_held_back_longer_than_it_must() -> None:
+    parser = ToolCallParser()
+    assert parser.push("a <") == ("a", ())
+    assert parser.push("b") == (" <b", ())
+    assert parser.push(" <tool_call>{}") == ("", ())
+    assert parser.push("</tool_call>c") == (" <tool_call>{}</tool_call>c", ())
