@@ -97,7 +97,7 @@ def mark_cached(pool: BlockPool, block: int) -> BlockPool:
 
 
 def unmark_cached(pool: BlockPool, blocks: Int32) -> BlockPool:
-    """The prefix index dropped its entries for ``blocks``; those nobody holds become free. Donated."""
+    """The prefix index dropped its entries for ``blocks``; unheld ones become free. Donated."""
     pool.cached[blocks] = False
     freed = blocks[pool.ref_count[blocks] == 0]
     pool.free[pool.num_free : pool.num_free + freed.size] = freed

@@ -97,7 +97,9 @@ def _validated(request: Request, limits: Limits) -> tuple[Request, Int32, int]:
             "max_tokens",
         )
     if params.min_tokens > room:
-        raise _refuse(request, f"min_tokens {params.min_tokens} exceeds the {room} left", "min_tokens")
+        raise _refuse(
+            request, f"min_tokens {params.min_tokens} exceeds the {room} left", "min_tokens"
+        )
     outside = [t for t in params.logit_bias or () if not 0 <= t < limits.vocab_size]
     outside += [t for t in params.stop_token_ids if not 0 <= t < limits.vocab_size]
     if outside:
@@ -107,7 +109,11 @@ def _validated(request: Request, limits: Limits) -> tuple[Request, Int32, int]:
             f"the vocabulary has {limits.vocab_size} entries",
             "logit_bias",
         )
-    rows = num_slots(limits) if sequences.sampling_needs(params) & Need.PENALTIES else limits.max_num_seqs
+    rows = (
+        num_slots(limits)
+        if sequences.sampling_needs(params) & Need.PENALTIES
+        else limits.max_num_seqs
+    )
     if params.n > rows:
         raise _refuse(
             request,
@@ -130,7 +136,9 @@ def submit(host: Host, requests: Request | Iterable[Request], limits: Limits) ->
     for request in batch:
         name = request.request_id
         if waiting.live.get(name) is not None or name in host.seqs.rows_of:
-            raise _refuse(request, "this id is in use; ids of live requests are unique", "request_id")
+            raise _refuse(
+                request, "this id is in use; ids of live requests are unique", "request_id"
+            )
         request, tokens, total = _validated(request, limits)
         chain: tuple[bytes, ...] = ()
         if limits.prefix_caching:
@@ -218,16 +226,27 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
     )
 
 
+_TWIN_FIELDS = (
+    *("status", "rank", "need", "stop_on_eos", "check_stops", "stop_tail"),
+    *("num_prompt_tokens", "num_tokens", "num_cached_tokens", "num_pending"),
+    *("max_total_tokens", "min_total_tokens", "num_hit_tokens"),
+    *("digests", "prefix_tail", "num_registered"),
+)
+
+
 def adopt(
-    seqs: Sequences, draft: Draft, source: int, row: int, request: Request, *, choice: int, slot: int
+    seqs: Sequences,
+    draft: Draft,
+    source: int,
+    row: int,
+    request: Request,
+    *,
+    choice: int,
+    slot: int,
 ) -> None:
     """Make ``row`` a twin of ``source``: same tokens and KV, blocks held once more. Donated."""
     num_tokens, held = int(seqs.num_tokens[source]), sequences.table(seqs, source)
-    for name in (
-        "status num_prompt_tokens num_tokens num_cached_tokens num_pending max_total_tokens "
-        "min_total_tokens num_hit_tokens need rank stop_on_eos check_stops digests prefix_tail "
-        "num_registered stop_tail"
-    ).split():
+    for name in _TWIN_FIELDS:
         getattr(seqs, name)[row] = getattr(seqs, name)[source]
     seqs.choice[row] = choice
     seqs.slot[row] = slot
@@ -248,7 +267,11 @@ def free_slots(seqs: Sequences, limits: Limits, count: int) -> list[int]:
 
 
 def finish_event(
-    seqs: Sequences, row: int, reason: FinishReason, stop: str | int | None = None, error: str | None = None
+    seqs: Sequences,
+    row: int,
+    reason: FinishReason,
+    stop: str | int | None = None,
+    error: str | None = None,
 ) -> FinishEvent:
     """The event that says why and with which counts ``row`` ended."""
     return FinishEvent(

@@ -74,9 +74,7 @@ def build(plan: Plan, seqs: Sequences) -> HostBatch:
     )
 
 
-def _inputs(
-    plan: Plan, seqs: Sequences, positions: Int32, cu_seqlens_q: Int32
-) -> dict[str, Int32]:
+def _inputs(plan: Plan, seqs: Sequences, positions: Int32, cu_seqlens_q: Int32) -> dict[str, Int32]:
     size, n = plan.block_size, plan.num_decode
     total = positions.size
     input_ids = np.zeros(total, np.int32)

@@ -1,4 +1,4 @@
-"""Two persistent containers: values that are cheap to update while the old version stays readable."""
+"""Two persistent containers: cheap to update, while the old version stays readable."""
 
 from __future__ import annotations
 

@@ -137,7 +137,9 @@ class Draft:
         self.last_use[table] = self.step
         return table
 
-    def register(self, block: int, digest: bytes, parent: Entry | None, tokens: Int32, salt: str | None) -> Entry:
+    def register(
+        self, block: int, digest: bytes, parent: Entry | None, tokens: Int32, salt: str | None
+    ) -> Entry:
         """Index ``block`` under ``digest``; an equal entry that is there already stays.
 
         Returns the entry that now stands for this prefix: the parent for the next block.

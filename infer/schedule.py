@@ -267,9 +267,7 @@ def _fits(
     return bool(needed + watermark <= spare)
 
 
-def _admit(
-    r: _Round, row: int, item: WaitingRequest | None, entries: list[Entry]
-) -> int:
+def _admit(r: _Round, row: int, item: WaitingRequest | None, entries: list[Entry]) -> int:
     """Give a waiting request its rows, or a preempted sequence its blocks again."""
     s, size = r.seqs, r.limits.block_size
     if item is not None:
@@ -393,7 +391,6 @@ def _advance(r: _Round, step: int, num_decode: int) -> Plan:
         prefix_hits=r.prefix_hits,
         stalled=r.stalled,
     )
-
 
 
 def _sampling_rows(r: _Round, rows: Int32, samples: Int32) -> tuple[Int32, Int32]:

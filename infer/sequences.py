@@ -7,8 +7,8 @@ A sequence keeps its row from admission to its end, also while preempted. Its le
 - ``num_cached_tokens``: positions whose KV exists or is being written by a launched step.
 
 The next position to compute is ``num_cached_tokens``; a token that was just sampled has no KV until
-a later step computes it. ``epoch`` changes whenever a row is given up, so that results of a launched
-step that arrive late are recognised and dropped.
+a later step computes it. ``epoch`` changes whenever a row is given up, so that results of a
+launched step that arrive late are recognised and dropped.
 """
 
 from __future__ import annotations
@@ -347,5 +347,3 @@ def check(seqs: Sequences) -> None:
             assert seqs.num_blocks[row] == 0, "only a running sequence holds blocks"
     rows = sorted(row for group in seqs.rows_of.values() for row in group)
     assert rows == np.flatnonzero(busy).tolist(), "rows and live requests differ"
-
-

@@ -1,0 +1,12 @@
+"""What every test needs before anything is imported: no network, no telemetry, no thread pools."""
+
+from __future__ import annotations
+
+import os
+
+for name, value in (
+    ("TOKENIZERS_PARALLELISM", "false"),
+    ("GRADIO_ANALYTICS_ENABLED", "False"),
+    ("HF_HUB_OFFLINE", "1"),
+):
+    os.environ.setdefault(name, value)
