@@ -15,6 +15,7 @@ import uvicorn
 from infer.client import LinkedClient, start_thread
 from infer.server.app import create_app
 from infer.server.config import ServerConfig
+from infer.tokenizer import Tokenizer
 from infer.types import FailureKind, Observer, RejectionKind, RequestStats, StepStats
 from tests.server.fakes import FakeModel, fake_engine, fake_tokenizer
 
@@ -69,6 +70,7 @@ class Running:
     model: FakeModel
     loop: asyncio.AbstractEventLoop
     key: str | None
+    tokenizer: Tokenizer
 
 
 @contextmanager
@@ -85,7 +87,8 @@ def serving(model: FakeModel | None = None, **options: Any) -> Iterator[Running]
     async def main() -> None:
         client = await start_thread(lambda: fake_engine(model), [notes])
         observers: list[Observer] = [notes]
-        app = create_app(client, fake_tokenizer(), config, observers=observers)
+        tokenizer = fake_tokenizer()
+        app = create_app(client, tokenizer, config, observers=observers)
         server = _Server(
             uvicorn.Config(app, http="h11", log_config=None, access_log=False, ws="none")
         )
@@ -101,6 +104,7 @@ def serving(model: FakeModel | None = None, **options: Any) -> Iterator[Running]
                 model,
                 asyncio.get_running_loop(),
                 config.api_key,
+                tokenizer,
             )
         )
         started.set()
