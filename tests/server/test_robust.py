@@ -161,7 +161,7 @@ def test_a_deadline_ends_a_request() -> None:
         assert answer.status_code == 408
         assert answer.headers["x-should-retry"] == "false"
         assert num_open(server) == 0
-        with Caller(server, {**LONG, "timeout": 0.5}) as streaming:
+        with calling(server, {**LONG, "timeout": 0.5}, 1) as (streaming,):
             server.model.gate.allow(2)  # the first is the step that the other request stood in
             events = streaming.events()
         assert json.loads(events[0])["choices"][0]["text"]
