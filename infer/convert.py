@@ -127,8 +127,9 @@ def _convert(path: Path, target: Path, progress: bool | Progress) -> None:
         with byte_progress(f"Converting {path.name}", source.num_bytes, progress) as report:
             _write_tensors(source, folder / "model.safetensors", report)
         for name, value in texts.items():
+            indent = None if name == "tokenizer.json" else 2  # indenting a vocabulary takes long
             with (folder / name).open("w", encoding="utf-8") as file:
-                json.dump(value, file, ensure_ascii=False, indent=None if len(value) > 50 else 2)
+                file.write(json.dumps(value, ensure_ascii=False, indent=indent))
                 _sync(file)
         folder.chmod(0o755)  # mkdtemp's is private
         _sync_folder(folder)

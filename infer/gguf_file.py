@@ -45,7 +45,7 @@ LAYER_NAMES = {
 ROPE_FACTORS = "rope_freqs.weight"
 STORED = {"F32": "F32", "F16": "F16", "BF16": "BF16"}  # kept as they are; all else becomes F32
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-CHUNK_ELEMENTS = 1 << 23  # dequantized at once: 32 MiB
+CHUNK_ELEMENTS = 1 << 20  # dequantized at once
 
 Array = NDArray[Any]
 
@@ -67,25 +67,41 @@ class GGUFTensor:
 
     def chunks(self) -> Iterator[Array]:
         """The values in row order, a bounded part at a time."""
-        rows = self.shape[0]
-        step = rows if self.heads else max(1, CHUNK_ELEMENTS // math.prod(self.shape[1:]))
+        rows, columns = self.shape[0], math.prod(self.shape[1:])
+        unit = rows // self.heads if self.heads else 1  # a head's rows stay together
+        step = max(1, CHUNK_ELEMENTS // (unit * columns)) * unit
         for start in range(0, rows, step):
             values = self._values(self.raw.data[start : start + step])
-            yield np.ascontiguousarray(_rows_to_halves(values, self.heads))
+            heads = values.shape[0] // unit if self.heads else 0
+            yield np.ascontiguousarray(_rows_to_halves(values, heads))
 
     def _values(self, data: Array) -> Array:
         if self.dtype == "BF16":
-            return np.asarray(data).view(np.uint16).reshape(-1, *self.shape[1:])
+            return data.view(np.uint16).reshape(-1, *self.shape[1:])
         if self.raw.tensor_type.name in STORED:
-            return np.asarray(data)
+            return data
         try:
-            values: Array = gguf.quants.dequantize(data, self.raw.tensor_type)
+            # In one long row: the package would else go through it a few rows at a time.
+            values: Array = gguf.quants.dequantize(data.reshape(1, -1), self.raw.tensor_type)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"tensor {self.raw.name} is quantized as {self.raw.tensor_type.name}, which cannot "
                 "be dequantized here; use a file of another quantization"
             ) from error
-        return values.astype(np.float32, copy=False)
+        return values.astype(np.float32, copy=False).reshape(-1, *self.shape[1:])
+
+
+class _Reader(gguf.GGUFReader):  # type: ignore[misc]
+    """A reader over a plain array: a memmap's views cost ten times as much to make."""
+
+    @property
+    def data(self) -> Array:
+        """The file's bytes, mapped."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: Array) -> None:
+        self._data = np.asarray(mapped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +127,7 @@ def open_gguf(path: Path) -> GGUFFile:
             RoPE type or tensor this package does not know.
     """
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no file {path}") from error
