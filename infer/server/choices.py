@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from infer.answers import ReasoningSplitter, ToolCall, ToolCallParser, opens_reasoning
 from infer.server.params import Options, ToolUse
 from infer.text import TextStream
 from infer.tokenizer import Tokenizer
 from infer.types import FinishEvent, FinishReason, TokenEvent
 
+TAIL_TOKENS = 16  # of a prompt, enough to see an open tag at its end
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -55,6 +58,47 @@ class PlainReader:
     def finish(self) -> Delta:
         """Nothing is held back."""
         return Delta()
+
+
+class ChatReader:
+    """Reasoning, then content, and calls of the tools that were offered."""
+
+    def __init__(self, *, inside: bool, use: ToolUse) -> None:
+        # An answer that was made to begin with a call is past its reasoning.
+        self._splitter = ReasoningSplitter(inside=inside and not use.opening)
+        self._calls = ToolCallParser() if use.tools else None
+        self._num_calls = 0
+        if self._calls is not None and use.opening:
+            self._calls.push(use.opening)
+
+    def push(self, text: str) -> Delta:
+        """Take the next text."""
+        reasoning, content = self._splitter.push(text)
+        return self._delta(reasoning, content, last=False)
+
+    def finish(self) -> Delta:
+        """What was held back, at the end."""
+        reasoning, content = self._splitter.flush()
+        return self._delta(reasoning, content, last=True)
+
+    def _delta(self, reasoning: str, content: str, *, last: bool) -> Delta:
+        if self._calls is None:
+            return Delta(content, reasoning)
+        shown, calls = self._calls.push(content)
+        if last:
+            rest, late = self._calls.flush()
+            shown, calls = shown + rest, (*calls, *late)
+        return Delta(shown, reasoning, [self._call(call) for call in calls])
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        index = self._num_calls
+        self._num_calls += 1
+        return {
+            "index": index,
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
 
 
 class Choice:
@@ -105,6 +149,12 @@ def text_choice(tokenizer: Tokenizer, options: Options, index: int) -> Choice:
 def chat_choice(
     tokenizer: Tokenizer, options: Options, index: int, *, prompt_ids: Sequence[int], use: ToolUse
 ) -> Choice:
-    """A choice of ``/v1/chat/completions``."""
+    """A choice of ``/v1/chat/completions``; ``prompt_ids`` end before ``use.opening``."""
     stream = TextStream(tokenizer, options.params)
-    return Choice(index, stream, PlainReader(), keep=not options.stream)
+    reader = ChatReader(inside=in_reasoning(tokenizer, prompt_ids), use=use)
+    return Choice(index, stream, reader, keep=not options.stream)
+
+
+def in_reasoning(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
+    """Whether a prompt leaves the model inside ``<think>``."""
+    return opens_reasoning(tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False))

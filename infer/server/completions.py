@@ -27,7 +27,7 @@ def prompts_of(body: CompletionBody, config: ServerConfig) -> list[str | list[in
     given = body.prompt
     prompts: list[str | list[int]]
     if isinstance(given, str) or (given and isinstance(given[0], int)):
-        prompts = [given]  # type: ignore[list-item]
+        prompts = [given]
     else:
         prompts = list(given)  # type: ignore[arg-type]
     if not 1 <= len(prompts) <= config.max_prompts:

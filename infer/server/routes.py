@@ -11,8 +11,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Send
 
+from infer.answers import END_THINK
 from infer.server.chat import ChatFormat
-from infer.server.choices import chat_choice, text_choice
+from infer.server.choices import chat_choice, in_reasoning, text_choice
 from infer.server.completions import CompletionFormat, encode_prompt, prompts_of
 from infer.server.errors import ApiError, bad_request
 from infer.server.generation import Format, Generation, Prompt
@@ -157,7 +158,6 @@ async def _complete(
         [text for _, text in encoded],
     )
     n = options.params.n
-    # An answer that shows tokens shows special ones as it shows others.
     choices = [text_choice(services.tokenizer, options, i) for i in range(len(prompts) * n)]
     requests = [
         _request(f"{answer_id}-{i}" if len(prompts) > 1 else answer_id, ids, options)
@@ -175,20 +175,22 @@ async def _chat(
     messages = messages_of(body.messages, services.config)
     variables = template_variables(body.chat_template_kwargs)
 
-    def encode() -> tuple[int, ...]:
-        ids = services.tokenizer.encode_chat(messages, tools=use.tools, **variables)
-        return (*ids, *services.tokenizer.encode(use.opening, add_special_tokens=False))
+    tokenizer = services.tokenizer
 
-    ids = await services.pool.run(encode)
+    def encode() -> tuple[list[int], list[int]]:
+        ids = tokenizer.encode_chat(messages, tools=use.tools, **variables)
+        if not use.opening:
+            return ids, []
+        closing = f"\n{END_THINK}\n\n" if in_reasoning(tokenizer, ids) else ""
+        return ids, tokenizer.encode(closing + use.opening, add_special_tokens=False)
+
+    ids, opening = await services.pool.run(encode)
     answer_id = f"chatcmpl-{record.request_id}"
-    format = ChatFormat(
-        answer_id, int(time.time()), services.model_names[0], services.tokenizer, options
-    )
+    format = ChatFormat(answer_id, int(time.time()), services.model_names[0], tokenizer, options)
     choices = [
-        chat_choice(services.tokenizer, options, i, prompt_ids=ids, use=use)
-        for i in range(options.params.n)
+        chat_choice(tokenizer, options, i, prompt_ids=ids, use=use) for i in range(options.params.n)
     ]
-    jobs = [Prompt(_request(answer_id, ids, options), choices)]
+    jobs = [Prompt(_request(answer_id, (*ids, *opening), options), choices)]
     await _generation(services, jobs, options, format, record).run(send)
 
 

@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def limit(self) -> int:
-        return self.request.params.max_tokens or 64
+        return self.request.params.max_tokens or 512
 
 
 @dataclass(frozen=True)
