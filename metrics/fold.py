@@ -4,33 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
-from infer.types import FailureKind, FinishReason, RejectionKind, RequestStats, StepStats
+from infer.types import FinishReason, RejectionKind, RequestStats, StepStats
+from metrics.observations import FirstToken, HttpAnswer, Observation, Reported, Submitted
+from metrics.reports import ReportFollower
 from metrics.series import Series
 from metrics.window import Window
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """A request's first token, told before the request ended."""
-
-    request_id: str
-    ttft_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    """One answered HTTP request; ``handler`` is the template of its route."""
-
-    handler: str
-    method: str
-    status: int
-
-
-Observation = StepStats | RequestStats | FirstToken | HttpAnswer | RejectionKind | FailureKind
 
 MAX_HANDLERS = 256
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
@@ -44,13 +25,14 @@ class Fold:
     thread-safe; its owner holds a lock.
     """
 
-    __slots__ = ("_gaps", "_handlers", "_told", "http", "series", "window")
+    __slots__ = ("_follower", "_gaps", "_handlers", "_told", "http", "series", "window")
 
     def __init__(self, series: Series, window: Window, handlers: Iterable[str] = ()) -> None:
         self.series = series
         self.window = window
         self._told: set[str] = set()  # running requests whose first token is counted already
         self._gaps: list[float] = []
+        self._follower = ReportFollower()
         self._handlers = {OTHER, *handlers}
         self.http: Counter[tuple[str, str, str]] = Counter(
             {(handler, "GET", "200"): 0 for handler in sorted(self._handlers)}
@@ -67,6 +49,11 @@ class Fold:
             self._time_to_first_token(at, observation.ttft_s)
         elif isinstance(observation, HttpAnswer):
             self._http_answer(observation)
+        elif isinstance(observation, Reported):
+            for told in self._follower.follow(observation.report):
+                self.apply(at, told)
+        elif isinstance(observation, Submitted):
+            self._follower.submitted(observation)
         elif isinstance(observation, RejectionKind):
             self.series.add("admission_rejections", 1, observation)
         else:

@@ -8,10 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from infer.types import EngineInfo, FailureKind, RejectionKind, RequestStats, StepStats
+from infer.types import (
+    EngineInfo,
+    FailureKind,
+    RejectionKind,
+    Request,
+    RequestStats,
+    StepStats,
+)
 from metrics import exporter, reader
-from metrics.fold import FirstToken, Fold, HttpAnswer, Observation
+from metrics.fold import Fold
 from metrics.names import PREFIX, Kind, table
+from metrics.observations import FirstToken, HttpAnswer, Observation, Report, Reported, Submitted
 from metrics.reader import RECENT_S, Reading, check_span
 from metrics.series import Series
 from metrics.window import SECONDS, Window
@@ -75,6 +83,18 @@ class Metrics:
     def on_failure(self, kind: FailureKind) -> None:
         """An accepted request ended without its answer."""
         self._put(kind)
+
+    def on_report(self, report: Report) -> None:
+        """For scripts that drive the step API: all of the above, from a step's whole report.
+
+        Each report once, in order, and nothing else of the same engine.
+        """
+        self._put(Reported(report))
+
+    def on_submit(self, request: Request) -> None:
+        """For scripts, before a request's first step: it arrives now. Untold, its times count from
+        the start of that step."""
+        self._put(Submitted(request, self._clock()))
 
     def on_http(self, handler: str, method: str, status: int) -> None:
         """An HTTP request was answered by the route ``handler`` (a template, never a raw path)."""

@@ -1,36 +1,16 @@
 """Request statistics from step reports, for scripts that drive the step API themselves.
 
 A server's front end knows its requests and makes their ``RequestStats`` itself. A script has only
-the reports; this module follows the events in them.
+the reports; this module follows the events in them, in the background like all folding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from infer.types import (
-    Event,
-    FailureKind,
-    FinishEvent,
-    FinishReason,
-    Observer,
-    Request,
-    RequestStats,
-    StepStats,
-    TokenEvent,
-)
-
-
-class Report(Protocol):
-    """The part of ``infer.step``'s report that is read here."""
-
-    @property
-    def events(self) -> Iterable[Event]: ...
-
-    @property
-    def stats(self) -> StepStats: ...
+from infer.types import FailureKind, FinishEvent, FinishReason, RequestStats, TokenEvent
+from metrics.observations import FirstToken, Report, Submitted, Told
 
 
 @dataclass(slots=True)
@@ -47,56 +27,59 @@ class _Progress:
     finished: dict[int, FinishEvent] = field(default_factory=dict)
 
 
-class ReportObserver:
-    """Feeds an observer from reports. Use it from the one thread that steps."""
+class ReportFollower:
+    """Turns reports into observations. Not thread-safe; its owner holds a lock."""
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
+    __slots__ = ("_running",)
+
+    def __init__(self) -> None:
         self._running: dict[str, _Progress] = {}
 
-    def on_submit(self, request: Request, arrival: float) -> None:
-        """Tell a request's arrival (``time.monotonic()``) before its first step.
+    def submitted(self, told: Submitted) -> None:
+        """Note a request's arrival.
 
         A request that was not told counts from the start of the step that first ran it: its queue
         time is then 0.
         """
-        self._running[request.request_id] = _Progress(
-            arrival, request.params.n, request.params.max_tokens
+        params = told.request.params
+        self._running[told.request.request_id] = _Progress(
+            told.arrival, params.n, params.max_tokens
         )
 
-    def on_report(self, report: Report) -> None:
-        """Count one step and the events in it; each report once, in order."""
+    def follow(self, report: Report) -> Iterator[Told]:
+        """What one report tells; each report once, in order."""
         stats = report.stats
-        self._observer.on_step(stats)
+        yield stats
         start = stats.time - stats.host_s - stats.device_s
         for request_id in stats.first_token_ids:
             self._progress(request_id, start).scheduled = start
-        for event in report.events:
+        events = tuple(report.events)
+        for event in events:
             if isinstance(event, TokenEvent):
-                self._token(event, stats.time, start)
+                yield from self._token(event, stats.time, start)
             elif isinstance(event, FinishEvent):
                 self._progress(event.request_id, start).finished[event.index] = event
-        for event in report.events:
+        for event in events:
             if isinstance(event, FinishEvent):
-                self._end_if_complete(event.request_id, stats.time)
+                yield from self._end_if_complete(event.request_id, stats.time)
 
     def _progress(self, request_id: str, start: float) -> _Progress:
         if request_id not in self._running:
             self._running[request_id] = _Progress(start, None, None)
         return self._running[request_id]
 
-    def _token(self, event: TokenEvent, now: float, start: float) -> None:
+    def _token(self, event: TokenEvent, now: float, start: float) -> Iterator[Told]:
         progress = self._progress(event.request_id, start)
         if progress.first_token is None:
             progress.first_token = now
             progress.scheduled = start if progress.scheduled is None else progress.scheduled
-            self._observer.on_first_token(event.request_id, now - progress.arrival)
+            yield FirstToken(event.request_id, now - progress.arrival)
         previous = progress.last_tokens.get(event.index)
         if previous is not None:
             progress.gaps.append(now - previous)
         progress.last_tokens[event.index] = now
 
-    def _end_if_complete(self, request_id: str, now: float) -> None:
+    def _end_if_complete(self, request_id: str, now: float) -> Iterator[Told]:
         progress = self._running.get(request_id)
         if progress is None:
             return  # an earlier event of this report ended it
@@ -106,9 +89,9 @@ class ReportObserver:
         if len(ends) < choices and not whole:
             return
         del self._running[request_id]
-        self._observer.on_request(_request_stats(request_id, progress, ends, choices, now))
+        yield _request_stats(request_id, progress, ends, choices, now)
         if any(end.reason is FinishReason.ERROR for end in ends):
-            self._observer.on_failure(FailureKind.ENGINE)
+            yield FailureKind.ENGINE
 
 
 def _request_stats(

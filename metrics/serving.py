@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 from infer.errors import ConfigError, RequestError
 from infer.types import EngineInfo, Request
+from metrics.observations import Report
 from metrics.observer import Metrics
-from metrics.reports import Report, ReportObserver
 from metrics.window import SECONDS
 
 
@@ -57,15 +56,14 @@ class ScriptMetrics:
             self.metrics.close()
             raise
         self.url = self.server.url
-        self._reports = ReportObserver(self.metrics)
 
     def on_submit(self, request: Request) -> None:
         """A request is submitted now. Optional: without it, times count from the first step."""
-        self._reports.on_submit(request, time.monotonic())
+        self.metrics.on_submit(request)
 
     def on_report(self, report: Report) -> None:
         """Count one step; each report once, in order."""
-        self._reports.on_report(report)
+        self.metrics.on_report(report)
 
     def close(self) -> None:
         self.server.close()
@@ -83,7 +81,7 @@ def serve(port: int, info: EngineInfo, *, host: str = "127.0.0.1") -> ScriptMetr
 
     One line in the loop does the rest::
 
-        observer = metrics.serve(9400, info)
+        observer = metrics.serve(9400, infer.info.engine_info(model, state))
         while infer.has_work(state):
             state, report = infer.step(model, state)
             observer.on_report(report)

@@ -1,37 +1,67 @@
-"""A load on a scraped engine, and what its client counted on its own.
-
-The engine here is a simulation that reports like a real one; whatever has ``url``, ``model_name``
-and ``stop`` can take its place.
-"""
+"""A load on the real server, tiny random model and all, and what its clients counted themselves."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-import metrics
-from infer.types import (
-    Event,
-    FinishEvent,
-    FinishReason,
-    RejectionKind,
-    Request,
-    SamplingParams,
-    StepStats,
-    TokenEvent,
+import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 90.0
+SERVE = (
+    "import argparse, sys; from infer.app import add_serve_arguments, run_serve; "
+    "parser = argparse.ArgumentParser(); add_serve_arguments(parser); "
+    "sys.exit(run_serve(parser.parse_args()))"
 )
-from tests.metrics.samples import INFO
-from tests.metrics.test_definitions import Report
+LETTERS = [chr(code) for code in range(33, 127)]  # one token each: every token is text at once
+
+
+def checkpoint(folder: Path) -> Path:
+    """A configuration and a tokenizer; the server makes the weights up."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(LETTERS) + 1,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": len(LETTERS),
+        "torch_dtype": "float32",
+    }
+    vocabulary = {letter: place for place, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    return folder
 
 
 @dataclass
 class ClientCount:
-    """Counted from what arrived at the client, by its own clock."""
+    """Counted from what arrived at the clients, by their own clock."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -41,171 +71,120 @@ class ClientCount:
     inter_token_s: list[float] = field(default_factory=list)
 
 
-class Load(Protocol):
-    """A server under load."""
+class Load:
+    """``infer serve`` in a process of its own, and clients in threads of this one."""
 
-    url: str  # of its metrics
-    model_name: str
+    def __init__(self, folder: Path, clients: int = 4) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._base = f"http://127.0.0.1:{port}"
+        self.url = f"{self._base}/metrics"
+        self._log = folder / "log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, f"--model={checkpoint(folder / 'tiny')}",
+                 "--load-format=random", "--device=cpu", "--dtype=float32", f"--port={port}",
+                 "--num-blocks=200", "--max-num-seqs=3", "--served-model-name=tiny"],
+                stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        self._count = ClientCount()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._failures: list[BaseException] = []
+        self._threads = [
+            threading.Thread(target=self._client, args=(seed,)) for seed in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> ClientCount:
         """Send no more, wait for the running requests, and say what was counted."""
-        ...
-
-    def read(self) -> metrics.Reading: ...
-
-
-@dataclass
-class _Sequence:
-    """A request in the simulation, and in its client."""
-
-    request: Request
-    arrival: float
-    length: int  # tokens it will generate
-    aborted_after: int | None
-    generated: int = 0
-    last: float | None = None
-
-
-class Client:
-    """Counts events as they arrive."""
-
-    def __init__(self) -> None:
-        self.count = ClientCount()
-        self._open: dict[str, tuple[float, float | None]] = {}  # arrival, last token
-
-    def sent(self, request: Request) -> None:
-        self.count.requests += 1
-        self.count.prompt_tokens += len(request.prompt_token_ids)
-        self._open[request.request_id] = (time.monotonic(), None)
-
-    def received(self, event: Event) -> None:
-        now = time.monotonic()
-        if isinstance(event, TokenEvent):
-            arrival, last = self._open[event.request_id]
-            self.count.tokens += 1
-            if last is None:
-                self.count.ttft_s.append(now - arrival)
-            else:
-                self.count.inter_token_s.append(now - last)
-            self._open[event.request_id] = (arrival, now)
-        elif isinstance(event, FinishEvent):
-            self.count.finishes[str(event.reason)] += 1
-            del self._open[event.request_id]
-
-
-class SimulatedLoad:
-    """Steps of about 10 ms over random requests, reported through ``metrics.serve``."""
-
-    def __init__(self, seed: int) -> None:
-        self.model_name = INFO.model_name
-        self._served = metrics.serve(0, INFO)
-        self.url = self._served.url
-        self._random = random.Random(seed)
-        self._client = Client()
-        self._stopping = threading.Event()
-        self._waiting: list[_Sequence] = []
-        self._running: list[_Sequence] = []
-        self._steps = 0
-        self._thread = threading.Thread(target=self._run, name="simulated-load")
-        self._thread.start()
-
-    def stop(self) -> ClientCount:
         self._stopping.set()
-        self._thread.join()
-        return self._client.count
+        for thread in self._threads:
+            thread.join()
+        if self._failures:
+            self._failures[0].add_note(self._log.read_text()[-2000:])
+            raise self._failures[0]
+        return self._count
 
-    def read(self) -> metrics.Reading:
-        return self._served.metrics.read()
+    def abort(self, count: int) -> None:
+        """Begin ``count`` requests and leave each after its first token."""
+        for _ in range(count):
+            body = {**_body("abc", 500), "stream": True}
+            with httpx.stream("POST", f"{self._base}/v1/completions", json=body) as answer:
+                next(line for line in answer.iter_lines() if line.startswith("data: "))
+
+    def refuse(self, count: int) -> None:
+        """Send ``count`` requests that can never run."""
+        for _ in range(count):
+            answer = httpx.post(f"{self._base}/v1/completions", json=_body("abc", -1))
+            assert answer.status_code == 400
 
     def close(self) -> None:
-        self.stop()
-        self._served.close()
+        try:
+            self.stop()
+        finally:
+            self._process.terminate()
+            self._process.wait(30)
 
-    def _run(self) -> None:
-        pace = threading.Event()
-        while self._running or self._waiting or not self._stopping.is_set():
-            if not self._stopping.is_set():
-                self._arrivals()
-            pace.wait(0.01)  # the device at work
-            report = self._step()
-            for event in report.events:
-                self._client.received(event)
-            self._served.on_report(report)
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            assert self._process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+            try:
+                if httpx.get(f"{self._base}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
 
-    def _arrivals(self) -> None:
-        draw = self._random
-        if draw.random() < 0.3:
-            length = draw.choice([1, 2, 5, 20, 40])
-            request = Request(
-                request_id=f"r{self._client.count.requests}",
-                prompt_token_ids=tuple(range(draw.randint(1, 300))),
-                params=SamplingParams(max_tokens=draw.choice([None, 64])),
-            )
-            aborted = draw.randrange(1, length) if length > 5 and draw.random() < 0.2 else None
-            self._waiting.append(_Sequence(request, time.monotonic(), length, aborted))
-            self._client.sent(request)
-            self._served.on_submit(request)
-        if draw.random() < 0.05:
-            self._served.metrics.on_rejection(RejectionKind.INVALID)
+    def _client(self, seed: int) -> None:
+        draw = random.Random(seed)
+        shared = "".join(draw.choices(LETTERS, k=64))
+        try:
+            with httpx.Client(base_url=self._base, timeout=30) as client:
+                while not self._stopping.is_set():
+                    prompt = shared + "".join(draw.choices(LETTERS, k=draw.randint(1, 100)))
+                    self._request(client, prompt, draw.choice([1, 2, 8, 40]))
+        except BaseException as error:
+            self._failures.append(error)
 
-    def _step(self) -> Report:
-        self._steps += 1
-        room = INFO.max_num_seqs - len(self._running)
-        started, self._waiting = self._waiting[:room], self._waiting[room:]
-        decoding = len(self._running)
-        self._running += started
-        events: list[Event] = []
-        for sequence in list(self._running):
-            events += self._advance(sequence)
-        return Report(tuple(events), self._stats(started, decoding, events))
-
-    def _advance(self, sequence: _Sequence) -> list[Event]:
-        name = sequence.request.request_id
-        sequence.generated += 1
-        events: list[Event] = [TokenEvent(name, 0, 7)]
-        reason = None
-        if sequence.generated == sequence.aborted_after:
-            reason = FinishReason.ABORT
-        elif sequence.generated == sequence.length:
-            reason = self._random.choice([FinishReason.STOP, FinishReason.LENGTH])
-        if reason is not None:
-            self._running.remove(sequence)
-            prompt = len(sequence.request.prompt_token_ids)
-            events.append(
-                FinishEvent(
-                    name,
-                    0,
-                    reason,
-                    num_prompt_tokens=prompt,
-                    num_cached_tokens=prompt // 4,
-                    num_generated_tokens=sequence.generated,
-                )
-            )
-        return events
-
-    def _stats(self, started: list[_Sequence], decoding: int, events: list[Event]) -> StepStats:
-        prompts = sum(len(sequence.request.prompt_token_ids) for sequence in started)
-        used = min(INFO.num_blocks - 50, 20 * len(self._running))
-        return StepStats(
-            step=self._steps,
-            time=time.monotonic(),
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_prefill_tokens=prompts - prompts // 4,
-            num_decode_tokens=decoding,
-            num_sequences=decoding + len(started),
-            num_generated_tokens=sum(isinstance(event, TokenEvent) for event in events),
-            num_preempted=int(self._random.random() < 0.02),
-            num_blocks=INFO.num_blocks,
-            num_free_blocks=INFO.num_blocks - used - 50,
-            num_cached_blocks=50,
-            prefix_queries=prompts,
-            prefix_hits=prompts // 4,
-            host_s=0.0005,
-            device_s=0.01,
-            graph_hit=not started,
-            first_token_ids=tuple(sequence.request.request_id for sequence in started),
-        )
+    def _request(self, client: httpx.Client, prompt: str, tokens: int) -> None:
+        body = {**_body(prompt, tokens), "stream": True, "stream_options": {"include_usage": True}}
+        times = [time.monotonic()]
+        finish, usage = None, {"prompt_tokens": 0, "completion_tokens": 0}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                usage = chunk.get("usage") or usage
+                for choice in chunk["choices"]:
+                    if choice["text"]:
+                        times.append(time.monotonic())
+                    finish = choice["finish_reason"] or finish
+        gaps = [after - before for before, after in pairwise(times)]
+        with self._lock:
+            self._count.requests += 1
+            self._count.prompt_tokens += usage["prompt_tokens"]
+            self._count.tokens += usage["completion_tokens"]
+            self._count.finishes[str(finish)] += 1
+            self._count.ttft_s.append(gaps[0])
+            self._count.inter_token_s += gaps[1:]
 
 
-MakeLoad = Callable[[], Load]
+def _body(prompt: str, tokens: int) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "logit_bias": {str(len(LETTERS)): -100},  # no end token: it has no text
+    }

@@ -19,7 +19,6 @@ from infer.types import (
     TokenEvent,
 )
 from metrics import Metrics
-from metrics.reports import ReportObserver
 from tests.metrics.samples import INFO, REQUEST, STEP, Clock, replace, values
 
 
@@ -83,12 +82,13 @@ def test_timeline_of_a_finished_request(metrics: Metrics, clock: Clock) -> None:
 
 
 def test_timeline_from_step_reports(metrics: Metrics, clock: Clock) -> None:
-    observer = ReportObserver(metrics)
-    observer.on_submit(Request(request_id="r", prompt_token_ids=(1, 2, 3)), arrival=0.0)
-    observer.on_report(report(0.12, token(), started=("r",)))
-    observer.on_report(report(0.16, token()))
-    observer.on_report(report(0.21, token()))
-    observer.on_report(report(0.25, token(), finish("length", 4)))
+    clock.now = 0.0
+    metrics.on_submit(Request(request_id="r", prompt_token_ids=(1, 2, 3)))
+    clock.now = 1000.5
+    metrics.on_report(report(0.12, token(), started=("r",)))
+    metrics.on_report(report(0.16, token()))
+    metrics.on_report(report(0.21, token()))
+    metrics.on_report(report(0.25, token(), finish("length", 4)))
     check_timeline(metrics, clock)
     value = values(metrics)
     assert value("infer_request_success_total", finished_reason="length") == 1
@@ -192,14 +192,11 @@ def test_refusals_and_failures(metrics: Metrics) -> None:
 
 
 def test_choices_of_one_request_are_one_request(metrics: Metrics) -> None:
-    observer = ReportObserver(metrics)
-    observer.on_submit(
-        Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(n=2)), arrival=1.0
-    )
-    observer.on_report(report(1.5, token(0), token(1), finish("stop", 1, 1), started=("r",)))
+    metrics.on_submit(Request(request_id="r", prompt_token_ids=(1,), params=SamplingParams(n=2)))
+    metrics.on_report(report(1.5, token(0), token(1), finish("stop", 1, 1), started=("r",)))
     assert values(metrics)("infer_request_generation_tokens_count") == 0
-    observer.on_report(report(1.7, token(0)))
-    observer.on_report(report(1.8, token(0), finish("length", 3, 0)))
+    metrics.on_report(report(1.7, token(0)))
+    metrics.on_report(report(1.8, token(0), finish("length", 3, 0)))
     value = values(metrics)
     assert value("infer_request_success_total", finished_reason="length") == 1
     assert value("infer_request_success_total", finished_reason="stop") == 0
@@ -212,10 +209,9 @@ def test_choices_of_one_request_are_one_request(metrics: Metrics) -> None:
 
 def test_reports_of_requests_that_were_not_told(metrics: Metrics) -> None:
     """Their times start with their first step."""
-    observer = ReportObserver(metrics)
-    observer.on_report(report(2.0, token(), started=("r",)))
-    observer.on_report(report(2.1, finish("abort", 1)))
-    observer.on_report(report(2.2, finish("error", 0, request_id="never-ran")))
+    metrics.on_report(report(2.0, token(), started=("r",)))
+    metrics.on_report(report(2.1, finish("abort", 1)))
+    metrics.on_report(report(2.2, finish("error", 0, request_id="never-ran")))
     value = values(metrics)
     assert value("infer_time_to_first_token_seconds_sum") == pytest.approx(0.005)
     assert value("infer_request_queue_time_seconds_sum") == 0

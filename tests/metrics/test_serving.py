@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+import infer
 import metrics
 from infer.errors import ConfigError
-from infer.types import FinishEvent, FinishReason, Request, TokenEvent
+from infer.info import engine_info
+from infer.types import FinishEvent, FinishReason, Request, SamplingParams, TokenEvent
+from tests.metrics.load import checkpoint
 from tests.metrics.samples import INFO, STEP, replace, samples
 from tests.metrics.test_definitions import Report
 
@@ -82,3 +87,38 @@ def test_closing_frees_the_port_and_ends_the_threads() -> None:
     served.close()
     assert threading.active_count() == threads
     metrics.serve(served.server.port, INFO).close()
+
+
+def test_the_step_api_with_one_line_in_its_loop(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "tiny")
+    model = infer.load(folder, load_format="random", device="cpu", dtype="float32", progress=False)
+    state = infer.init(model, infer.EngineConfig(num_blocks=50, max_num_seqs=4))
+    seen: Counter[str] = Counter()
+    with metrics.serve(0, engine_info(model, state)) as observer:
+        for number in range(6):
+            params = SamplingParams(max_tokens=number + 1, n=1 + number % 2, ignore_eos=True)
+            request = Request(
+                request_id=f"r{number}", prompt_token_ids=range(3, 40 + number), params=params
+            )
+            state = infer.submit(state, request)
+        state = infer.abort(state, "r5")
+        while infer.has_work(state):
+            state, report = infer.step(model, state)
+            observer.on_report(report)
+            seen["tokens"] += sum(isinstance(event, TokenEvent) for event in report.events)
+            seen["steps"] += 1
+        found = samples(httpx.get(observer.url).content)
+    assert seen["tokens"] == sum((number + 1) * (1 + number % 2) for number in range(5))
+    assert found["infer_generation_tokens_total", frozenset()] == seen["tokens"]
+    assert found["infer_request_generation_tokens_sum", frozenset()] == seen["tokens"]
+    length = frozenset({("finished_reason", "length")})
+    assert found["infer_request_success_total", length] == 5
+    aborted = frozenset({("finished_reason", "abort")})
+    assert found["infer_request_success_total", aborted] == 1
+    assert found["infer_time_to_first_token_seconds_count", frozenset()] == 5
+    choices_with_gaps = sum(number * (1 + number % 2) for number in range(5))
+    assert found["infer_inter_token_latency_seconds_count", frozenset()] == choices_with_gaps
+    assert found["infer_num_requests_running", frozenset()] == 0
+    assert found["infer_kv_cache_usage_perc", frozenset()] == 0
+    assert found["infer_batch_size_count", frozenset()] <= seen["steps"]
+    assert found["infer_observation_errors_total", frozenset()] == 0
