@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -24,6 +25,7 @@ from infer import options
 from infer.client import Engine, LinkedClient, start_thread
 from infer.config import EngineConfig
 from infer.engineloop import Transitions
+from infer.engineoptions import ENGINE_TEXTS, LOAD_TEXTS, LoadOptions
 from infer.errors import ConfigError, InferError
 from infer.server.app import create_app
 from infer.server.banner import banner
@@ -37,38 +39,6 @@ KEY_VARIABLE = "PURESTEP_API_KEY"
 TABLES = ("load", "engine", "server")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """What ``infer.load`` takes, as far as a command line can say it."""
-
-    model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    load_format: str = "auto"
-    threads: int | None = None
-
-
-LOAD_TEXTS = {
-    "model": "preset, checkpoint folder, .gguf file or hub name; default: the embedded model",
-    "device": "auto, cpu, cuda or cuda:N",
-    "dtype": "auto, float32, bfloat16 or float16",
-    "load_format": "auto, safetensors, gguf or random",
-    "threads": "CPU threads of the engine",
-}
-ENGINE_TEXTS = {
-    "max_model_len": "tokens a sequence may reach; default: the model's, capped to the KV pool",
-    "max_num_seqs": "sequences that run at once; default: 16 on CPU, 256 on CUDA",
-    "max_num_batched_tokens": "positions a step computes; default: by device",
-    "block_size": "positions a KV block holds",
-    "num_blocks": "KV blocks; default: from the memory there is",
-    "gpu_memory_utilization": "share of the GPU's memory for weights, work and KV",
-    "prefix_caching": "reuse the KV of equal prompt beginnings",
-    "attention_backend": "attention kernels",
-    "compile": "compile the model; default: on CUDA",
-    "cuda_graphs": "replay decode steps as CUDA graphs",
-    "pipeline_depth": "steps launched ahead of reading tokens, 0 or 1",
-    "seed": "seeds requests that bring no seed",
-}
 SERVER_TEXTS = {
     "host": "address to listen on; others than loopback need an API key",
     "port": "port to listen on; 0: any free one",
@@ -213,10 +183,11 @@ async def _start_engine(plan: ServePlan) -> tuple[LinkedClient, Tokenizer]:
     }
     apart = plan.server.engine_process
     if apart is None:
-        apart = await asyncio.to_thread(_on_cuda, plan.load.device)
+        apart = _on_cuda(plan.load.device)
     if apart:
         client = await start_process("infer.app:build_engine", settings)
-        tokenizer = await asyncio.to_thread(_read_tokenizer, plan.load)
+        folder = client.info.model_path
+        tokenizer = None if folder is None else await _read_tokenizer(folder)
     else:
         left: list[Tokenizer | None] = []
 
@@ -237,17 +208,12 @@ async def _start_engine(plan: ServePlan) -> tuple[LinkedClient, Tokenizer]:
 
 
 def _on_cuda(device: str) -> bool:
-    from infer.loading import pick_device
+    """Whether the engine will run on a GPU, found out without loading torch here."""
+    return device.startswith("cuda") or (device == "auto" and Path("/dev/nvidiactl").exists())
 
-    return pick_device(device).type == "cuda"
 
-
-def _read_tokenizer(load: LoadOptions) -> Tokenizer | None:
-    from infer.loading import resolve
-    from infer.presets import DEFAULT
-
-    name = DEFAULT if load.model is None else load.model
-    return Tokenizer.from_folder(resolve(name, progress=False))
+async def _read_tokenizer(folder: str) -> Tokenizer | None:
+    return await asyncio.to_thread(Tokenizer.from_folder, folder)
 
 
 def _bind(config: ServerConfig) -> socket.socket:

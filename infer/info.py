@@ -39,6 +39,7 @@ def engine_info(model: Model, state: EngineState) -> EngineInfo:
         compiled=bool(config.compile),
         versions={"python": platform.python_version(), **_versions()},
         config=asdict(model.config),
+        model_path=model.path,
     )
 
 

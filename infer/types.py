@@ -290,6 +290,7 @@ class EngineInfo:
     compiled: bool
     versions: Mapping[str, str]
     config: Mapping[str, Any] = field(default_factory=dict)  # the model configuration, for display
+    model_path: str | None = None  # the checkpoint's folder, if it has one
 
 
 class RejectionKind(StrEnum):
