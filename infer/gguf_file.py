@@ -226,8 +226,6 @@ def _hf_config(
             f"RoPE turns {get('rope.dimension_count')} of {head_dim} dimensions; only whole heads "
             "are supported"
         )
-    token = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")}
-    eos = [i for i in dict.fromkeys((token["eos"], token["eot"])) if i is not None]
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -245,9 +243,8 @@ def _hf_config(
         "attention_bias": "blk.0.attn_q.bias" in shapes and architecture != "qwen2",
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
         "rope_parameters": _rope(get, head_dim, factors),
-        "bos_token_id": token["bos"],
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "dtype": "float32",
+        **_special_tokens(metadata),
     }
     if architecture == "llama" and get("attention.sliding_window"):
         # llama.cpp stores Mistral under the name llama; only Mistral has a window.
@@ -256,6 +253,16 @@ def _hf_config(
             "sliding_window": get("attention.sliding_window"),
         }
     return config
+
+
+def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """BOS and EOS ids; the end of a turn ends an answer too."""
+    token = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")}
+    eos = [i for i in dict.fromkeys((token["eos"], token["eot"])) if i is not None]
+    return {
+        "bos_token_id": token["bos"],
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+    }
 
 
 def _shortest(value: float) -> float:

@@ -249,7 +249,8 @@ def _sliding_window(
     return _number(hf, "sliding_window", int)
 
 
-def _rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
+def _rope_description(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], RopeKind]:
+    """The mapping that describes RoPE, in either spelling, and its kind; all its keys are known."""
     described = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(described, Mapping):
         raise CheckpointError(f"RoPE is described by {described!r}, it must be a mapping")
@@ -271,6 +272,11 @@ def _rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
     partial = described.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise CheckpointError(f"partial_rotary_factor is {partial!r}; only 1 is supported")
+    return described, kind
+
+
+def _rope(hf: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    described, kind = _rope_description(hf)
     theta = _number(described, "rope_theta", float, _number(hf, "rope_theta", float, 10_000.0))
     if kind == "default":
         return RopeConfig(theta=theta)

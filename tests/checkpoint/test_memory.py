@@ -16,10 +16,10 @@ from infer.weights import abstract, weight_bytes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 20_000,
+    "vocab_size": 12_000,
     "hidden_size": 1024,
     "intermediate_size": 4096,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "dtype": "float32",
 }
