@@ -1,0 +1,290 @@
+"""The chat page: its layout and what its controls do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import gradio as gr
+
+from dashboard import conversation as talks
+from dashboard.answering import answer
+from dashboard.client import EngineApi
+from dashboard.conversation import Conversation, Message
+from dashboard.insight import Insight
+from dashboard.pacing import Pacer
+from dashboard.sampling import Controls, build_controls
+from dashboard.status import meter
+from dashboard.transcript import display, message_index
+from infer.errors import InferError, RequestError
+
+LATEX = [
+    {"left": "$$", "right": "$$", "display": True},
+    {"left": "\\[", "right": "\\]", "display": True},
+    {"left": "\\(", "right": "\\)", "display": False},
+]
+# The list is drawn in the browser from its own storage (static/page.js); these are its calls.
+LIST_JS = """
+purestep.list(element, {
+  open: (data) => trigger('open', data),
+  renamed: (data) => trigger('renamed', data),
+  imported: (data) => trigger('imported', data),
+});
+"""
+EMPTY = "### What shall we talk about?\nEverything stays on this machine."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The chat page's components."""
+
+    state: Any  # Conversation
+    saved: Any  # the conversation as JSON on its way to the browser's storage
+    bot: Any
+    box: Any
+    status: Any
+    listing: Any
+    fresh: Any
+    system: Any
+    thinking: Any
+    controls: Controls
+
+
+@dataclass(slots=True)
+class ChatPage:
+    """The chat page of one application. ``running`` maps a browser tab's session to its stop."""
+
+    api: EngineApi
+    pacer: Pacer
+    running: dict[str, asyncio.Event] = field(default_factory=dict)
+    max_model_len: int | None = None
+
+    def build(self) -> Parts:
+        """Place the page here and connect it."""
+        parts = _layout()
+        self._connect(parts)
+        return parts
+
+    def _connect(self, p: Parts) -> None:
+        inputs = [p.state, p.system, p.thinking, *p.controls.components]
+        outputs = [p.state, p.bot, p.box, p.status, p.saved]
+        asks = {"outputs": outputs, "show_progress": "hidden", "concurrency_limit": None}
+        asks["api_visibility"] = "private"
+
+        async def send(
+            request: gr.Request,
+            text: str,
+            state: Conversation,
+            system: str,
+            thinking: bool,
+            *values: Any,
+        ) -> AsyncGenerator[list[Any], None]:
+            if text.strip():
+                asked = talks.add(replace(state, system=system), Message(role="user", text=text))
+                fields = self._fields(p.controls, thinking, values)
+                async with aclosing(self._run(request, asked, fields, clear=True)) as updates:
+                    async for update in updates:
+                        yield update
+
+        async def retry(
+            request: gr.Request, state: Conversation, system: str, thinking: bool, *values: Any
+        ) -> AsyncGenerator[list[Any], None]:
+            asked = replace(_asked(state), system=system)
+            fields = self._fields(p.controls, thinking, values)
+            async with aclosing(self._run(request, asked, fields)) as updates:
+                async for update in updates:
+                    yield update
+
+        async def edit(
+            data: gr.EditData,
+            request: gr.Request,
+            state: Conversation,
+            system: str,
+            thinking: bool,
+            *values: Any,
+        ) -> AsyncGenerator[list[Any], None]:
+            asked = _edited(state, data)
+            if asked.messages and asked.messages[-1].role == "user":
+                fields = self._fields(p.controls, thinking, values)
+                asked = replace(asked, system=system)
+                async with aclosing(self._run(request, asked, fields)) as updates:
+                    async for update in updates:
+                        yield update
+            else:
+                yield [asked, display(asked), gr.skip(), gr.skip(), talks.to_json(asked)]
+
+        p.box.submit(send, [p.box, *inputs], **asks)
+        p.bot.retry(retry, inputs, **asks)
+        p.bot.edit(edit, inputs, **asks)
+        quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+        p.box.stop(self._stop, None, None, **quick)
+        p.bot.undo(self._undo, p.state, outputs, **quick)
+        p.fresh.click(lambda: [*self._shown(talks.new()), ""], None, [*outputs, p.system], **quick)
+        p.listing.open(self._open, None, [*outputs, p.system], **quick)
+        p.listing.renamed(_renamed, p.state, p.state, **quick)
+        p.listing.imported(_imported, None, p.saved, **quick)
+        p.saved.change(None, p.saved, None, js="(text) => { purestep.save(text); }")
+
+    def start(
+        self, stored: str | None, insight: Insight | None, parts: Parts
+    ) -> tuple[list[Any], list[Any]]:
+        """A page's first values, and the components they go to.
+
+        ``stored`` is the conversation this browser tab had open, if any.
+        """
+        state = talks.new()
+        if stored:
+            try:
+                state = talks.from_json(stored)
+            except RequestError as error:
+                gr.Warning(str(error))
+        if insight is not None:
+            self.max_model_len = insight.engine.max_model_len
+        values = self._shown(state)
+        values[-1] = gr.skip()  # it is in the storage already, or empty
+        known = insight is not None
+        values += [
+            state.system,
+            gr.update(visible=not known or insight.thinking),  # type: ignore[union-attr]
+            *parts.controls.updates(insight.defaults if insight is not None else {}),
+        ]
+        p = parts
+        return values, [
+            p.state, p.bot, p.box, p.status, p.saved, p.system, p.thinking, *p.controls.components,
+        ]  # fmt: skip
+
+    def _fields(self, controls: Controls, thinking: bool, values: tuple[Any, ...]) -> dict[str, Any]:
+        fields = controls.settings(values)
+        if not thinking:
+            fields["chat_template_kwargs"] = {"enable_thinking": False}
+        return fields
+
+    async def _run(
+        self, request: gr.Request, asked: Conversation, fields: dict[str, Any], *, clear: bool = False
+    ) -> AsyncGenerator[list[Any], None]:
+        """Answer ``asked`` and show it growing."""
+        session = request.session_hash or ""
+        if session in self.running:
+            gr.Info("An answer is still being written; stop it first.")
+            return
+        stop = self.running[session] = asyncio.Event()
+        box = gr.update(value="", submit_btn=False, stop_btn=True) if clear else gr.update(
+            submit_btn=False, stop_btn=True
+        )
+        try:
+            messages = talks.wire_messages(asked)
+            shown = display(asked)
+            yield [asked, shown, box, meter(None, "Waiting for the engine…"), talks.to_json(asked)]
+            message = Message(role="assistant", text="")
+            async with aclosing(answer(self.api, self.pacer, messages, fields, stop)) as drafts:
+                async for message in drafts:
+                    state = talks.add(asked, message)
+                    yield [gr.skip(), display(state), gr.skip(), gr.skip(), gr.skip()]
+            state = talks.add(asked, message)
+        finally:
+            self.running.pop(session, None)
+        idle = gr.update(submit_btn=True, stop_btn=False)
+        yield [state, display(state), idle, self._meter(state), talks.to_json(state)]
+
+    def _stop(self, request: gr.Request) -> None:
+        stop = self.running.get(request.session_hash or "")
+        if stop is not None:
+            stop.set()
+
+    def _undo(self, state: Conversation) -> list[Any]:
+        """Take the last turn back; its text returns to the box."""
+        kept = _asked(state)
+        text = kept.messages[-1].text if kept.messages else ""
+        state = talks.cut(kept, max(0, len(kept.messages) - 1))
+        return [state, display(state), gr.update(value=text), self._meter(state), talks.to_json(state)]
+
+    def _open(self, data: gr.EventData, request: gr.Request) -> list[Any]:
+        self._stop(request)
+        text = data._data.get("text")
+        try:
+            state = talks.from_json(text) if text else talks.new()
+        except RequestError as error:
+            raise gr.Error(str(error)) from error
+        values = self._shown(state)
+        values[-1] = gr.skip()
+        return [*values, state.system]
+
+    def _shown(self, state: Conversation) -> list[Any]:
+        return [state, display(state), gr.skip(), self._meter(state), talks.to_json(state)]
+
+    def _meter(self, state: Conversation) -> str:
+        stats = next((m.stats for m in reversed(state.messages) if m.stats is not None), None)
+        used = 0 if stats is None else stats.prompt_tokens + stats.completion_tokens
+        return meter(used, "", self.max_model_len)
+
+
+def _layout() -> Parts:
+    state = gr.State(talks.new)
+    saved = gr.Textbox(visible="hidden", elem_id="saved-conversation", label="Saved conversation")
+    with gr.Row(elem_id="chat-page", elem_classes="three-columns"):
+        with gr.Column(elem_id="chat-list", elem_classes="side", min_width=220, scale=0):
+            fresh = gr.Button("New conversation", elem_id="new-conversation", variant="secondary")
+            listing = gr.HTML("", js_on_load=LIST_JS, elem_id="conversations", padding=False)
+        with gr.Column(elem_id="chat-main", min_width=300, scale=1):
+            bot = gr.Chatbot(
+                elem_id="bot", label="Conversation", show_label=False, height="100%",
+                layout="bubble", buttons=["copy"], editable="user", latex_delimiters=LATEX,
+                placeholder=EMPTY, allow_tags=False, feedback_options=None, container=False,
+            )  # fmt: skip
+            box = gr.Textbox(
+                elem_id="msg", label="Message", show_label=False, container=False, lines=1,
+                max_lines=8, placeholder="Message the model (Shift+Enter for a new line)",
+                submit_btn=True, stop_btn=False, autofocus=True,
+            )  # fmt: skip
+            status = gr.HTML(meter(0, ""), elem_id="chat-status", padding=False)
+        with gr.Column(elem_id="chat-settings", elem_classes="side", min_width=250, scale=0):
+            system = gr.Textbox(
+                elem_id="system", label="System prompt", lines=3, max_lines=10,
+                placeholder="How should the model behave?",
+            )  # fmt: skip
+            thinking = gr.Checkbox(
+                value=True, label="Thinking", info="let the model reason first", elem_id="thinking"
+            )
+            controls = build_controls("chat")
+    return Parts(
+        state=state, saved=saved, bot=bot, box=box, status=status, listing=listing, fresh=fresh,
+        system=system, thinking=thinking, controls=controls,
+    )  # fmt: skip
+
+
+def _asked(state: Conversation) -> Conversation:
+    """``state`` up to its last question."""
+    length = len(state.messages)
+    while length and state.messages[length - 1].role != "user":
+        length -= 1
+    return talks.cut(state, length)
+
+
+def _edited(state: Conversation, data: gr.EditData) -> Conversation:
+    """``state`` with one message's new text; what followed an edited question is dropped."""
+    at = data.index if isinstance(data.index, int) else data.index[0]
+    index = message_index(state, at)
+    if index is None or not str(data.value).strip():
+        return state
+    message = replace(state.messages[index], text=str(data.value))
+    if message.role == "user":
+        return talks.add(talks.cut(state, index), message)
+    messages = (*state.messages[:index], message, *state.messages[index + 1 :])
+    return replace(state, messages=messages)
+
+
+def _renamed(data: gr.EventData, state: Conversation) -> Conversation:
+    """The open conversation under the title it was given in the list."""
+    title, name = data._data.get("title"), data._data.get("id")
+    return replace(state, title=str(title)) if name == state.id and title else state
+
+
+def _imported(data: gr.EventData) -> str:
+    """Check a file's conversations; the browser stores what comes back."""
+    try:
+        return talks.file_json(talks.parse_file(str(data._data.get("text"))))
+    except InferError as error:
+        raise gr.Error(str(error)) from error

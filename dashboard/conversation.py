@@ -1,0 +1,144 @@
+"""A conversation as a value: what the chat page shows, keeps in the browser, exports and imports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+from uuid import uuid4
+
+import msgspec
+
+from infer.errors import RequestError
+
+FORMAT = "purestep.conversations"
+VERSION = 1
+MAX_TITLE = 60
+UNTITLED = "New conversation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """How one answer went, as the page saw it."""
+
+    ttft_s: float | None = None  # sending the request to the first token
+    total_s: float = 0.0
+    tokens_per_s: float | None = None  # of the tokens after the first
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
+    completion_tokens: int = 0
+    finish_reason: str = ""  # stop, length, stopped (by the user) or error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn. Assistant turns may carry reasoning, statistics and the settings they ran with."""
+
+    role: Literal["user", "assistant"]
+    text: str
+    reasoning: str = ""
+    thinking_s: float | None = None
+    error: str | None = None
+    stats: Stats | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages in order, under an id that never changes."""
+
+    id: str
+    title: str
+    created: float  # Unix seconds
+    updated: float
+    system: str = ""
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    format: str
+    version: int
+    conversations: tuple[Conversation, ...]
+
+
+def new() -> Conversation:
+    """An empty conversation."""
+    now = round(time.time(), 3)
+    return Conversation(id=uuid4().hex, title=UNTITLED, created=now, updated=now)
+
+
+def add(conversation: Conversation, message: Message) -> Conversation:
+    """``conversation`` with ``message`` at its end; the first question becomes its title."""
+    title = conversation.title
+    if title == UNTITLED and message.role == "user":
+        title = _title(message.text)
+    return replace(
+        conversation,
+        title=title,
+        updated=round(time.time(), 3),
+        messages=(*conversation.messages, message),
+    )
+
+
+def cut(conversation: Conversation, length: int) -> Conversation:
+    """The first ``length`` messages."""
+    return replace(conversation, messages=conversation.messages[:length])
+
+
+def wire_messages(conversation: Conversation) -> list[dict[str, str]]:
+    """The messages of a request. Answers that failed, and past reasoning, are left out."""
+    system = conversation.system.strip()
+    messages = [{"role": "system", "content": system}] if system else []
+    for message in conversation.messages:
+        if message.text or message.role == "user":
+            messages.append({"role": message.role, "content": message.text})
+    return messages
+
+
+def to_json(conversation: Conversation) -> str:
+    """One conversation, for the browser's storage."""
+    return msgspec.json.encode(conversation).decode()
+
+
+def from_json(text: str) -> Conversation:
+    """The inverse of ``to_json``.
+
+    Raises:
+        RequestError: ``text`` is no conversation.
+    """
+    return _decode(text, Conversation)
+
+
+def parse_file(text: str) -> tuple[Conversation, ...]:
+    """Conversations of an exported file.
+
+    Raises:
+        RequestError: it is no such file, or of a later version.
+    """
+    file = _decode(text, _File)
+    if file.format != FORMAT or file.version > VERSION:
+        raise RequestError(
+            f"the file has format {file.format!r}, version {file.version}; "
+            f"this page reads {FORMAT!r} up to version {VERSION}"
+        )
+    return file.conversations
+
+
+def file_json(conversations: tuple[Conversation, ...]) -> str:
+    """An exported file; the inverse of ``parse_file``."""
+    file = _File(format=FORMAT, version=VERSION, conversations=conversations)
+    return msgspec.json.format(msgspec.json.encode(file), indent=1).decode()
+
+
+def _decode(text: str, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise RequestError(f"this is not a conversation of this page: {error}") from error
+
+
+def _title(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_TITLE else line[: MAX_TITLE - 1].rstrip() + "…"

@@ -1,0 +1,169 @@
+"""The whole page: tabs, mounting, headers and the application of its own."""
+
+from __future__ import annotations
+
+import os
+from html import escape
+from typing import Any
+
+import gradio as gr
+from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dashboard.chat import ChatPage
+from dashboard.client import EngineApi
+from dashboard.completion import CompletionPage
+from dashboard.insight import Insight
+from dashboard.inspector import InspectorPage
+from dashboard.modelpage import ModelPage
+from dashboard.pacing import Pacer
+from dashboard.panels import MetricsPage
+from dashboard.settings import Settings
+from dashboard.theme import head, make_theme, style_sheet
+from infer.errors import InferError
+
+# 'unsafe-eval' is for Gradio's HTML component, which compiles its templates in the browser. What
+# keeps an answer's links from leaking anything is img-src, connect-src and form-action.
+CSP = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "connect-src 'self'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
+    "form-action 'self'; frame-ancestors 'none'"
+)
+TITLE = "purestep"
+
+
+def build_app(settings: Settings) -> Any:
+    """The page as a ``gr.Blocks``, for an engine that answers at ``settings.url``."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # nothing is told to anybody
+    api = EngineApi(settings.api, settings.api_key)
+    pacer = Pacer(settings.max_updates_per_s)
+    chat = ChatPage(api, pacer)
+    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as demo:
+        header = gr.HTML(header_html(None), elem_id="page-header", padding=False)
+        with gr.Tabs(elem_id="pages") as tabs:
+            with gr.Tab("Chat", id="chat", elem_id="tab-chat"):
+                parts = chat.build()
+            with gr.Tab("Completion", id="completion", elem_id="tab-completion"):
+                columns = CompletionPage(api, pacer).build()
+            with gr.Tab("Metrics", id="metrics", elem_id="tab-metrics") as tab:
+                metrics = MetricsPage(api).build(tab)
+            with gr.Tab("Inspector", id="inspector", elem_id="tab-inspector") as tab:
+                inspector = InspectorPage(api).build(tab)
+            with gr.Tab("Model", id="model", elem_id="tab-model") as tab:
+                ModelPage(api).build(tab)
+        stored = gr.Textbox(visible="hidden", label="Stored conversation", elem_id="stored")
+        _connect_timers(tabs, {"Metrics": metrics, "Inspector": inspector})
+
+        async def start(text: str) -> list[Any]:
+            insight: Insight | None = None
+            try:
+                insight = await api.insight()
+            except InferError as error:
+                gr.Warning(str(error))
+            defaults = insight.defaults if insight is not None else {}
+            values = chat.start(text, insight, parts)[0]
+            more = [update for controls in columns for update in controls.updates(defaults)]
+            return [header_html(insight), *values, *more]
+
+        demo.load(
+            start,
+            stored,
+            [
+                header,
+                *chat.start("", None, parts)[1],
+                *(part for controls in columns for part in controls.components),
+            ],
+            js="() => purestep.restore()",
+            show_progress="hidden",
+            queue=False,
+            api_visibility="private",
+        )
+    demo.queue(max_size=settings.max_waiting, default_concurrency_limit=None)
+    return demo
+
+
+def _connect_timers(tabs: Any, pages: dict[str, tuple[Any, Any]]) -> None:
+    """Let a live page's timer run while its tab is open and its switch is on."""
+
+    def choose(data: gr.SelectData, *switches: bool) -> list[Any]:
+        return [
+            gr.Timer(active=on and data.value == name)
+            for name, on in zip(pages, switches, strict=True)
+        ]
+
+    tabs.select(
+        choose,
+        [switch for _, switch in pages.values()],
+        [timer for timer, _ in pages.values()],
+        queue=False,
+        show_progress="hidden",
+        api_visibility="private",
+    )
+
+
+def mount(app: FastAPI, settings: Settings) -> FastAPI:
+    """Put the page at ``settings.path`` of ``app``, which also answers the engine's API or not."""
+    demo = build_app(settings)
+    gr.mount_gradio_app(
+        app,
+        demo,
+        path=settings.path,
+        footer_links=[],
+        run_history=False,
+        show_error=False,
+        max_file_size=1,
+        ssr_mode=False,
+        enable_monitoring=False,
+        pwa=False,
+        theme=make_theme(),
+        css=style_sheet(),
+        head=head(),
+    )
+    app.add_middleware(PageGuard, path=settings.path)
+    if not any(getattr(route, "path", None) == "/" for route in app.routes):
+        app.add_api_route(
+            "/", lambda: RedirectResponse(settings.path + "/"), include_in_schema=False
+        )
+    return app
+
+
+class PageGuard:
+    """Headers for the page, and no uploads."""
+
+    def __init__(self, app: ASGIApp, path: str) -> None:
+        self._app = app
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] != "http" or not (path == self._path or path.startswith(self._path + "/")):
+            await self._app(scope, receive, send)
+            return
+        if path.removeprefix(self._path).startswith("/gradio_api/upload"):
+            await PlainTextResponse("uploads are off", 404)(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["content-security-policy"] = CSP
+                headers["referrer-policy"] = "no-referrer"
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        await self._app(scope, receive, guarded)
+
+
+def header_html(insight: Insight | None) -> str:
+    """The page's title, with the engine it talks to."""
+    line = "no engine"
+    if insight is not None:
+        engine = insight.engine
+        line = f"{engine.model_name} · {engine.dtype} · {engine.device}"
+    return (
+        '<header class="page-header"><h1>purestep</h1>'
+        f'<span class="engine-line">{escape(line)}</span></header>'
+    )
