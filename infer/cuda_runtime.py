@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -105,7 +106,7 @@ class CudaRuntime(Runtime):
         graph, sampling = self._graph(plan, batch)
         self._hit = graph is not None
         if graph is None:
-            return super().run(model, kv, rows, plan, batch, seqs)
+            return super().run(model, kv, rows, plan, self._padded(batch), seqs)
         tables = (plan.table_rows, plan.table_columns, plan.table_blocks)
         arrays = step_arrays(plan, batch, seqs)
         inside = plan.table_rows.size <= graph.shape.num_seqs and not plan.starts.size
@@ -128,6 +129,19 @@ class CudaRuntime(Runtime):
             wants = extras(plan, seqs, uploaded)
             values, rows = step.pick(graph.logits, rows, graph.batch, wants)
         return Fetched(values, int(plan.sample_rows.size)), kv, rows
+
+    def _padded(self, batch: HostBatch) -> HostBatch:
+        """The batch with empty sequences up to ``max_num_seqs``: kernels know no other count."""
+        if not batch.num_seqs:
+            return batch
+        spare = self._limits.max_num_seqs - batch.num_seqs
+        return replace(
+            batch,
+            seq_rows=np.pad(batch.seq_rows, (0, spare), constant_values=self._limits.max_num_seqs),
+            cu_seqlens_q=np.pad(batch.cu_seqlens_q, (0, spare), mode="edge"),
+            context_lens=np.pad(batch.context_lens, (0, spare)),
+            max_seqlen_q=max(batch.max_seqlen_q, 2),  # some sequences have none: not a decode batch
+        )
 
     def _graph(self, plan: Plan, batch: HostBatch) -> tuple[Graph | None, bool]:
         """The graph a step runs in, and whether it samples; None for an eager step."""

@@ -148,6 +148,10 @@ class LLM:
         finally:
             await asyncio.to_thread(deltas.close)  # type: ignore[attr-defined]
 
+    def encode(self, prompt: Prompt | Messages) -> list[int]:
+        """Token ids of a text or, through the chat template, of messages; ids stay as they are."""
+        return list(self._one_prompt(prompt, {}))
+
     # --- prompts ----------------------------------------------------------------------------------
 
     def _tokenizer(self) -> Any:

@@ -1,0 +1,98 @@
+"""The command ``infer``. Subcommands import what they need when they run, so that help is quick."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from infer import __version__
+from infer.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    InferError,
+    RequestError,
+)
+
+USER_ERRORS = (ConfigError, RequestError, CapacityError, CheckpointError)
+
+# name: (what it does, module, function adding its arguments, function running it)
+COMMANDS: dict[str, tuple[str, str, str, str]] = {
+    "chat": (
+        "talk to a model in the terminal",
+        "infer.commands.chat",
+        "add_chat_arguments",
+        "run_chat",
+    ),
+    "generate": (
+        "answer prompts from the command line or a file",
+        "infer.commands.generate",
+        "add_generate_arguments",
+        "run_generate",
+    ),
+    "serve": (
+        "run an OpenAI-compatible server",
+        "infer.app",
+        "add_serve_arguments",
+        "run_serve",
+    ),
+    "models": (
+        "list models by name and what is cached",
+        "infer.commands.models",
+        "add_models_arguments",
+        "run_models",
+    ),
+    "bench": (
+        "measure named workloads (bench serve: a running server)",
+        "infer.commands.bench",
+        "add_arguments",
+        "run",
+    ),
+    "bench-serve": (
+        "put load on a running server",
+        "infer.loadgen",
+        "add_load_arguments",
+        "run_load",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status. User mistakes end in one line and status 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:2] == ["bench", "serve"]:
+        arguments[:2] = ["bench-serve"]
+    name = next((a for a in arguments if not a.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        prog="infer", description="Language-model inference whose whole state is a value."
+    )
+    parser.add_argument("--version", action="version", version=f"purestep {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command, (text, module, add, _) in COMMANDS.items():
+        sub = commands.add_parser(command, help=text, description=text[0].upper() + text[1:] + ".")
+        if command == name:
+            getattr(import_module(module), add)(sub)
+    args = parser.parse_args(arguments)
+    _, module, _, run = COMMANDS[args.command]
+    return _guarded(getattr(import_module(module), run), args)
+
+
+def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    try:
+        return run(args)
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except InferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())
