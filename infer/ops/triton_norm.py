@@ -63,10 +63,11 @@ def _silu_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.con
     tl.store(out_ptr + row * SIZE + cols, gate * tl.sigmoid(gate) * up, mask=mask)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """SwiGLU: ``silu(gate) * up`` of ``[num_tokens, 2 * size]`` (gate first) -> ``[.., size]``."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    if out is None:
+        out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         block = min(1024, next_power_of_2(size))
         _silu_mul_kernel[(num_tokens, cdiv(size, block))](

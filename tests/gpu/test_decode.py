@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infer.ops import triton_decode
+from infer.ops import triton_decode, triton_plan
 from tests.gpu import reference
 
 EPS = 1e-6
@@ -50,24 +50,26 @@ def _run(
             ks, vs = torch.cat((ks, k[s : s + 1])), torch.cat((vs, v[s : s + 1]))
         expected.append(reference.attend(q[s : s + 1], ks, vs, window))
     slots = torch.stack([pages.slots(s, n - 1, n)[0] for s, n in enumerate(lens)])
-    config = config or triton_decode.decode_config(num_seqs, heads, kv_heads, dtype.itemsize * 8)
-    scratch = triton_decode.decode_scratch(config, num_seqs, heads, kv_heads, head_dim, device)
-    for buffer in (scratch.partial, scratch.maxima, scratch.sums):
+    config = config or triton_plan.decode_config(num_seqs, heads, kv_heads, dtype.itemsize * 8)
+    plan = triton_plan.plan_decode(
+        pages.seq_rows, context_lens, config=config, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=head_dim, sliding_window=window,
+    )  # fmt: skip
+    for buffer in (plan.partial, plan.maxima, plan.sums):
         buffer.fill_(float("nan"))
     outs = []
     for _ in range(repeat):
         out = torch.full((num_seqs, heads * head_dim), float("nan"), dtype=dtype, device=device)
         triton_decode.decode_attention(
-            out, raw, pages.k, pages.v, num_heads=heads, seq_rows=pages.seq_rows,
-            context_lens=context_lens, block_tables=pages.block_tables, scratch=scratch,
-            config=config, scale=head_dim**-0.5, sliding_window=window,
+            out, raw, pages.k, pages.v, pages.block_tables, plan, num_heads=heads,
+            scale=head_dim**-0.5, sliding_window=window,
             fused=triton_decode.FusedInput(
                 q_norm=q_norm if norm else None, k_norm=k_norm if norm else None, cos_sin=cos_sin,
                 slot_mapping=slots.to(torch.int32), eps=EPS,
             ) if fused else None,
         )  # fmt: skip
         outs.append(out)
-    assert not scratch.counters.any()
+    assert not plan.counters.any()
     return outs, torch.cat(expected), pages, slots, new_kv
 
 
@@ -90,7 +92,7 @@ def test_groups_and_block_boundaries(device, dtype, group, head_dim, fused):
 @pytest.mark.parametrize("window", [None, 1, 20, 64])
 @pytest.mark.parametrize("fused", [False, True])
 def test_chunks_of_unequal_sequences(device, use_dot, window, fused):
-    config = triton_decode.DecodeConfig(
+    config = triton_plan.DecodeConfig(
         use_dot=use_dot, tile=16, num_warps=4, min_chunk=16, chunks=6
     )
     lens = [7, 130, 1, 64, 65]
@@ -102,7 +104,7 @@ def test_chunks_of_unequal_sequences(device, use_dot, window, fused):
 
 
 def test_a_sequence_alone_takes_many_chunks(device):
-    config = replace(triton_decode.decode_config(1, 4, 2, 16), min_chunk=32, chunks=8)
+    config = replace(triton_plan.decode_config(1, 4, 2, 16), min_chunk=32, chunks=8)
     for length in (31, 32, 33, 255, 256, 257):
         outs, expected, *_ = _run(
             device, [length], 2, 2, 64, 16, torch.bfloat16, fused=True, config=config
@@ -116,7 +118,7 @@ def test_a_sequence_alone_takes_many_chunks(device):
 @pytest.mark.parametrize("use_dot", [False, True])
 def test_real_sizes_are_right_and_stable(device, dtype, block_size, use_dot):
     for lens in ([32768], [100, 4097, 1, 255, 256, 257, 8000], [128 + i for i in range(64)]):
-        config = triton_decode.decode_config(len(lens), 16, 8, dtype.itemsize * 8)
+        config = triton_plan.decode_config(len(lens), 16, 8, dtype.itemsize * 8)
         config = replace(config, use_dot=use_dot)
         outs, expected, *_ = _run(
             device, lens, 2, 8, 128, block_size, dtype, fused=True, repeat=10, config=config

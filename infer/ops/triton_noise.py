@@ -1,0 +1,69 @@
+"""The sampling noise of ``infer.ops.noise``, bit for bit, inside kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from infer.ops import noise, sample
+
+GOLDEN = tl.constexpr(noise.GOLDEN)
+MUL_1 = tl.constexpr(noise.MUL_1)
+MUL_2 = tl.constexpr(noise.MUL_2)
+SCALE = tl.constexpr(noise.SCALE)
+HALF = tl.constexpr(noise.HALF)
+GREEDY_BELOW = tl.constexpr(sample.GREEDY_BELOW)
+
+
+@triton.jit
+def _times(bits, FACTOR: tl.constexpr):
+    """A product of 32-bit integers that wraps around."""
+    return (bits.to(tl.uint32) * (FACTOR & 0xFFFFFFFF)).to(tl.uint32)
+
+
+@triton.jit
+def _mix(bits):
+    bits = bits.to(tl.uint32)
+    bits = _times(bits ^ (bits >> 16), MUL_1)
+    bits = _times(bits ^ (bits >> 15), MUL_2)
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def row_keys(seed_low, seed_high, choice, position):
+    """See ``infer.ops.noise.row_keys``; words come and go as 32-bit integers of either sign."""
+    golden = GOLDEN & 0xFFFFFFFF
+    key = _mix(seed_low.to(tl.uint32) ^ golden)
+    key = _mix(key + seed_high.to(tl.uint32))
+    key = _mix(key + choice.to(tl.uint32))
+    key = _mix(key + position.to(tl.uint32))
+    return key, _mix(key + golden)
+
+
+@triton.jit
+def noise_bits(first, second, ids):
+    """See ``infer.ops.noise.noise_bits``: shifts there are arithmetic, so signed here."""
+    bits = (_times(ids, GOLDEN) + first).to(tl.int32, bitcast=True)
+    bits = bits ^ (bits >> 16)
+    bits = _times(bits, MUL_1) ^ second
+    bits = bits.to(tl.int32, bitcast=True)
+    bits = _times(bits ^ (bits >> 15), MUL_2).to(tl.int32, bitcast=True)
+    return (bits ^ (bits >> 16)) & 0x7FFFFFFF
+
+
+@triton.jit
+def log_exponential(bits):
+    """See ``infer.ops.noise.log_exponential``; log1p by Kahan's correction of log."""
+    x = bits.to(tl.float32) * -SCALE - HALF
+    y = 1.0 + x
+    log1p = tl.log(y) - ((y - 1.0) - x) / y
+    return tl.log(-log1p)
+
+
+@triton.jit
+def sampling_score(logit, temperature, first, second, ids):
+    """What the sampled token has most of: the logit itself where greedy, else Gumbel-max."""
+    greedy = temperature < GREEDY_BELOW
+    noisy = logit / tl.where(greedy, 1.0, temperature)
+    noisy -= log_exponential(noise_bits(first, second, ids))
+    return tl.where(greedy, logit, noisy)

@@ -1,0 +1,154 @@
+"""Which program of decode attention does what: made once a step, on the device, for all layers.
+
+The grid is fixed by the number of sequences, so that a graph can hold it. The step's whole context
+is cut into chunks of about equal length, each of one sequence, so that the work stays balanced
+whatever the lengths are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infer.ops.triton_common import cdiv, next_power_of_2
+
+FIELDS = 8  # i32 numbers of an item; see _plan_kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """How decode attention divides its work. A fixed choice a batch size, never tuned at start."""
+
+    use_dot: bool  # tensor cores, or multiply-adds (up to about four query heads a KV head)
+    tile: int  # context positions a program loads at once
+    num_warps: int
+    min_chunk: int  # no chunk is shorter, so that short contexts need no combining
+    chunks: int  # about how many chunks the step's whole context is cut into
+
+    def max_items(self, num_seqs: int) -> int:
+        """An upper bound of the chunks of ``num_seqs`` sequences, whatever their lengths."""
+        return num_seqs + self.chunks
+
+
+def decode_config(num_seqs: int, num_heads: int, num_kv_heads: int, bits: int) -> DecodeConfig:
+    """The table of configurations."""
+    use_dot = num_heads // num_kv_heads > 2
+    if bits == 32:
+        return DecodeConfig(use_dot=use_dot, tile=16, num_warps=4, min_chunk=128, chunks=64)
+    if num_seqs <= 8:
+        return DecodeConfig(use_dot=True, tile=32, num_warps=4, min_chunk=64, chunks=32)
+    return DecodeConfig(use_dot=True, tile=32, num_warps=4, min_chunk=256, chunks=128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePlan:
+    """One step's division of work, and the buffers in which chunks meet. Made by ``plan_decode``."""
+
+    config: DecodeConfig
+    items: Tensor  # i32[max_items, FIELDS]
+    partial: Tensor  # f32[max_items * num_kv_heads, group, head_dim]
+    maxima: Tensor  # f32[max_items * num_kv_heads, group], base-2 logarithms
+    sums: Tensor  # f32[max_items * num_kv_heads, group]
+    counters: Tensor  # i32[num_seqs * num_kv_heads], zero between kernels
+
+
+@triton.jit
+def _plan_kernel(
+    items_ptr, counters, seq_rows, cu_seqlens_q, context_lens, num_seqs, num_items, num_counters,
+    TILE: tl.constexpr, MIN_CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr,
+    MIXED: tl.constexpr, SEQS: tl.constexpr, ITEMS: tl.constexpr, COUNTERS: tl.constexpr,
+):  # fmt: skip
+    """An item is (token, table row, context, begin, end, sequence, chunk, its sequence's chunks).
+
+    Items beyond the work have no chunks. A sequence has at least one, even without context.
+    """
+    seqs = tl.arange(0, SEQS)
+    real = seqs < num_seqs
+    length = tl.load(context_lens + seqs, mask=real, other=0)
+    if WINDOW > 0:
+        length -= tl.maximum(length - WINDOW, 0) // TILE * TILE
+    if MIXED:
+        starts = tl.load(cu_seqlens_q + seqs, mask=real, other=0)
+        ends = tl.load(cu_seqlens_q + seqs + 1, mask=real, other=0)
+        real = real & (ends - starts == 1)
+        length = tl.where(real, length, 0)
+    total = tl.sum(length, axis=0)
+    chunk_len = (total + CHUNKS - 1) // CHUNKS
+    chunk_len = tl.maximum((chunk_len + TILE - 1) // TILE * TILE, MIN_CHUNK)
+    count = tl.where(real, tl.maximum((length + chunk_len - 1) // chunk_len, 1), 0)
+    upto = tl.cumsum(count, axis=0)
+
+    items = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    seq = tl.sum((upto[None, :] <= items[:, None]).to(tl.int32), axis=1)
+    first = tl.sum(tl.where(seqs[None, :] < seq[:, None], count[None, :], 0), axis=1)
+    num_chunks = tl.sum(tl.where(seqs[None, :] == seq[:, None], count[None, :], 0), axis=1)
+    inside = seq < num_seqs
+    token = seq
+    if MIXED:
+        token = tl.load(cu_seqlens_q + seq, mask=inside, other=0)
+    context = tl.load(context_lens + seq, mask=inside, other=0)
+    row = tl.load(seq_rows + seq, mask=inside, other=0)
+    chunk = items - first
+    begin = chunk * chunk_len
+    if WINDOW > 0:
+        begin += tl.maximum(context - WINDOW, 0) // TILE * TILE
+    end = tl.minimum(begin + chunk_len, context)
+    out = items_ptr + items * 8
+    written = items < num_items
+    tl.store(out, token, mask=written)
+    tl.store(out + 1, row, mask=written)
+    tl.store(out + 2, context, mask=written)
+    tl.store(out + 3, begin, mask=written)
+    tl.store(out + 4, end, mask=written)
+    tl.store(out + 5, seq, mask=written)
+    tl.store(out + 6, chunk, mask=written)
+    tl.store(out + 7, tl.where(inside, num_chunks, 0), mask=written)
+    counter = tl.program_id(0) * COUNTERS + tl.arange(0, COUNTERS)
+    tl.store(counters + counter, tl.zeros([COUNTERS], tl.int32), mask=counter < num_counters)
+
+
+def plan_decode(
+    seq_rows: Tensor,
+    context_lens: Tensor,
+    *,
+    config: DecodeConfig,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    sliding_window: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+) -> DecodePlan:
+    """Divide one step's decode attention; nothing is read back to the host.
+
+    ``cu_seqlens_q`` is that of a mixed batch: sequences with another number of query positions than
+    one are left out. None: sequence s is token s.
+    """
+    num_seqs = context_lens.shape[0]
+    num_items = config.max_items(num_seqs)
+    device, group = context_lens.device, num_heads // num_kv_heads
+    rows = num_items * num_kv_heads
+    floats = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
+    plan = DecodePlan(
+        config=config,
+        items=torch.empty((num_items, FIELDS), dtype=torch.int32, device=device),
+        partial=floats(rows, group, head_dim),
+        maxima=floats(rows, group),
+        sums=floats(rows, group),
+        counters=torch.empty(num_seqs * num_kv_heads, dtype=torch.int32, device=device),
+    )
+    per_program = 16
+    programs = cdiv(num_items, per_program)
+    _plan_kernel[(programs,)](
+        plan.items, plan.counters, seq_rows,
+        context_lens if cu_seqlens_q is None else cu_seqlens_q, context_lens,
+        num_seqs, num_items, plan.counters.shape[0],
+        TILE=config.tile, MIN_CHUNK=config.min_chunk, CHUNKS=config.chunks,
+        WINDOW=sliding_window or 0, MIXED=cu_seqlens_q is not None,
+        SEQS=next_power_of_2(num_seqs), ITEMS=per_program,
+        COUNTERS=next_power_of_2(cdiv(plan.counters.shape[0], programs)), num_warps=4,
+    )  # fmt: skip
+    return plan

@@ -1,0 +1,238 @@
+"""The projections, the sampling head and whole decode layers against plain references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.ops import LayerShape, noise, triton_matrix, triton_plan, triton_step, triton_vector
+from infer.ops.sample import SampleFlags, SamplingRows, sample
+from infer.ops.triton_head import sample_head
+from infer.weights import LayerWeights, Weights
+from tests.gpu import reference
+
+EPS = 1e-6
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def _swiglu(x, gate_up, bias):
+    gate, up = (x @ gate_up.float().T + bias.float()).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "size_n", "size_k"), [(1, 96, 576), (3, 40, 1024), (8, 64, 3072)])
+def test_vector_linear(device, dtype, rows, size_n, size_k):
+    generator = torch.Generator().manual_seed(rows)
+    make = lambda *s: torch.randn(s, generator=generator).to(dtype).to(device)  # noqa: E731
+    x, norm, residual = make(rows, size_k), 1 + make(size_k) / 4, make(rows, size_n)
+    weight, bias = make(2 * size_n, size_k) / size_k**0.5, make(2 * size_n)
+    out = torch.full((rows, size_n), float("nan"), dtype=dtype, device=device)
+    triton_vector.vector_linear(x, weight, out, bias=bias, norm=norm, eps=EPS, swiglu=True)
+    expected = _swiglu(reference.rms_norm(x, norm, EPS), weight, bias)
+    assert reference.relative_error(out, expected) < TOLERANCE[dtype]
+    triton_vector.vector_linear(x, weight[:size_n], out, residual=residual)
+    expected = residual.float() + x.float() @ weight[:size_n].float().T
+    assert reference.relative_error(out, expected) < TOLERANCE[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "size_n", "size_k"), [(9, 96, 576), (33, 80, 1024), (70, 64, 512)])
+def test_matrix_linear(device, dtype, rows, size_n, size_k):
+    generator = torch.Generator().manual_seed(rows)
+    make = lambda *s: torch.randn(s, generator=generator).to(dtype).to(device)  # noqa: E731
+    x, norm, residual = make(rows, size_k), 1 + make(size_n) / 4, make(rows, size_n)
+    weight, bias = make(2 * size_n, size_k) / size_k**0.5, make(2 * size_n)
+    bits = dtype.itemsize * 8
+    out = torch.full((rows, size_n), float("nan"), dtype=dtype, device=device)
+    config = triton_matrix.matrix_config(rows, size_n, size_k, bits, swiglu=True)
+    triton_matrix.matrix_linear(x, weight, out, bias=bias, swiglu=True, config=config)
+    assert reference.relative_error(out, _swiglu(x.float(), weight, bias)) < TOLERANCE[dtype]
+    for split in (1, 3):
+        config = triton_matrix.MatrixConfig(
+            block_m=16, block_n=32, block_k=64, split=split, num_warps=4, num_stages=2
+        )
+        parts = torch.full((split, rows, size_n), float("nan"), device=device)
+        triton_matrix.matrix_linear(x, weight[:size_n], parts, config=config)
+        total = torch.full_like(out, float("nan"))
+        triton_matrix.sum_norm(
+            parts, norm, out, total, residual=residual, bias=bias[:size_n], eps=EPS
+        )
+        expected = residual.float() + x.float() @ weight[:size_n].float().T + bias[:size_n].float()
+        assert reference.relative_error(total, expected) < TOLERANCE[dtype]
+        assert reference.relative_error(out, reference.rms_norm(expected, norm, EPS)) < (
+            TOLERANCE[dtype]
+        )
+
+
+def _params(rows: int, device: torch.device, generator: torch.Generator) -> SamplingRows:
+    temperature = torch.rand(rows, generator=generator) + 0.3
+    temperature[::3] = 0.0
+    words = torch.randint(-(2**31), 2**31, (rows, 2), generator=generator).to(torch.int32)
+    return SamplingRows(
+        temperature=temperature.to(device),
+        top_k=torch.zeros(rows, dtype=torch.int32, device=device),
+        top_p=torch.ones(rows, device=device),
+        min_p=torch.zeros(rows, device=device),
+        seed=words.to(device),
+        choice=torch.arange(rows, dtype=torch.int32, device=device) % 3,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 7, 20])
+def test_sample_head_draws_what_the_sampler_draws(device, rows):
+    generator = torch.Generator().manual_seed(rows)
+    vocab, hidden = 1003, 64
+    x = torch.randn(rows, hidden, generator=generator).to(device)
+    head = torch.randn(vocab, hidden, generator=generator).to(device) / 4
+    norm = 1 + torch.randn(hidden, generator=generator).to(device) / 4
+    table = _params(rows + 2, device, generator)
+    sample_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(torch.int32).to(device)
+    positions = torch.randint(0, 1 << 20, (rows,), generator=generator).to(torch.int32).to(device)
+    normed = reference.rms_norm(x, norm, EPS)
+    few = rows <= triton_vector.MAX_ROWS
+    got = sample_head(
+        x if few else normed, head, sample_rows, positions, table,
+        norm=norm if few else None, eps=EPS, vocab_offset=5,
+    )  # fmt: skip
+    expected = sample(
+        (normed @ head.T).cpu(), torch.arange(rows), positions.cpu(),
+        _cpu(table).select(sample_rows.cpu()), SampleFlags(), vocab_offset=5,
+    )  # fmt: skip
+    assert torch.equal(got.tokens.cpu(), expected.tokens)
+    assert torch.allclose(got.scores.cpu(), expected.scores, rtol=1e-4, atol=1e-4)
+    assert not got.nan.any()
+
+
+def _cpu(p: SamplingRows) -> SamplingRows:
+    return SamplingRows(
+        temperature=p.temperature.cpu(), top_k=p.top_k.cpu(), top_p=p.top_p.cpu(),
+        min_p=p.min_p.cpu(), seed=p.seed.cpu(), choice=p.choice.cpu(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [2, 18])
+def test_sample_head_reports_nan_and_breaks_ties_low(device, rows):
+    hidden, vocab = 32, 700
+    x = torch.ones(rows, hidden, device=device)
+    head = torch.zeros(vocab, hidden, device=device)
+    head[[311, 650]] = 1.0
+    params = _params(rows, device, torch.Generator().manual_seed(0))
+    params.temperature.zero_()
+    index = torch.arange(rows, dtype=torch.int32, device=device)
+    norm = torch.ones(hidden, device=device) if rows <= triton_vector.MAX_ROWS else None
+    got = sample_head(x, head, index, index, params, norm=norm, eps=EPS)
+    assert got.tokens.tolist() == [311] * rows
+    x[1] = float("nan")
+    got = sample_head(x, head, index, index, params, norm=norm, eps=EPS)
+    assert got.nan.tolist() == [i == 1 for i in range(rows)]
+    assert (got.tokens >= 0).all()
+    assert (got.tokens < vocab).all()
+
+
+def test_noise_constants_fit_the_kernels():
+    """The kernels fold these into 32-bit arithmetic."""
+    assert all(-(2**31) <= c < 2**31 for c in (noise.GOLDEN, noise.MUL_1, noise.MUL_2))
+
+
+def make_weights(layers, hidden, heads, kv_heads, head_dim, inner, vocab, dtype, device, bias):
+    """Random weights of a small model with q/k norm, and with biases or without."""
+    generator = torch.Generator().manual_seed(7)
+    make = lambda *s, scale=1.0: (  # noqa: E731
+        (torch.randn(s, generator=generator) * scale).to(dtype).to(device)
+    )
+    near_one = lambda n: 1 + make(n, scale=0.2)  # noqa: E731
+    qkv = (heads + 2 * kv_heads) * head_dim
+    return Weights(
+        embed=make(vocab, hidden),
+        layers=tuple(
+            LayerWeights(
+                input_norm=near_one(hidden),
+                qkv=make(qkv, hidden, scale=hidden**-0.5),
+                qkv_bias=make(qkv) if bias else None,
+                q_norm=None if bias else near_one(head_dim),
+                k_norm=None if bias else near_one(head_dim),
+                o=make(hidden, heads * head_dim, scale=(heads * head_dim) ** -0.5),
+                o_bias=make(hidden) if bias else None,
+                post_norm=near_one(hidden),
+                gate_up=make(2 * inner, hidden, scale=hidden**-0.5),
+                gate_up_bias=make(2 * inner) if bias else None,
+                down=make(hidden, inner, scale=inner**-0.5),
+                down_bias=make(hidden) if bias else None,
+            )
+            for _ in range(layers)
+        ),
+        norm=near_one(hidden),
+        lm_head=make(vocab, hidden, scale=hidden**-0.5),
+    )
+
+
+def _naive_layer(w, x, k, v, cos_sin, shape, n):
+    """One layer for one new position after ``n`` cached ones, float32."""
+    add = lambda y, b: y if b is None else y + b.float()  # noqa: E731
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    normed = reference.rms_norm(x, w.input_norm, EPS)
+    qkv = add(normed @ w.qkv.float().T, w.qkv_bias).view(1, -1, dim)
+    q, new_k, new_v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    if w.q_norm is not None:
+        q = reference.rms_norm(q, w.q_norm, EPS)
+        new_k = reference.rms_norm(new_k, w.k_norm, EPS)
+    position = torch.tensor([n], device=x.device)
+    q, new_k = (reference.rotate(y, cos_sin, position) for y in (q, new_k))
+    attended = reference.attend(q, torch.cat((k, new_k)), torch.cat((v, new_v)))
+    x = x + add(attended.reshape(1, -1) @ w.o.float().T, w.o_bias)
+    normed = reference.rms_norm(x, w.post_norm, EPS)
+    gate, up = add(normed @ w.gate_up.float().T, w.gate_up_bias).chunk(2, dim=-1)
+    inner = torch.nn.functional.silu(gate) * up
+    return x + add(inner @ w.down.float().T, w.down_bias)
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [3, 12, 130])
+def test_layers(device, dtype, bias, rows):
+    if rows > 12 and device.type == "cpu":
+        rows = 9
+    generator = torch.Generator().manual_seed(8)
+    shape = LayerShape(4, 2, 64, EPS, None)
+    hidden, inner, layers = 128, 192, 2
+    weights = make_weights(layers, hidden, 4, 2, 64, inner, 64, dtype, device, bias)
+    lens = [1 + 7 * i % 50 for i in range(rows)]
+    pages = [
+        reference.make_pages(
+            [n - 1 for n in lens], lens, block_size=16, num_kv_heads=2, head_dim=64, dtype=dtype,
+            device=device, generator=torch.Generator().manual_seed(9),
+        )
+        for _ in range(layers)
+    ]  # fmt: skip
+    x = torch.randn(rows, hidden, generator=generator).to(dtype).to(device)
+    cos_sin = reference.cos_sin_table(64, 64, device)
+    expected = []
+    for s, n in enumerate(lens):
+        row = x[s : s + 1].float()
+        for w, p in zip(weights.layers, pages, strict=True):
+            row = _naive_layer(w, row, p.dense_k[s], p.dense_v[s], cos_sin, shape, n - 1)
+        expected.append(row)
+    context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    config = triton_plan.decode_config(rows, 4, 2, dtype.itemsize * 8)
+    plan = triton_plan.plan_decode(
+        pages[0].seq_rows, context_lens, config=config, num_heads=4, num_kv_heads=2, head_dim=64
+    )
+    slots = torch.stack([pages[0].slots(s, n - 1, n)[0] for s, n in enumerate(lens)])
+    step = triton_step.DecodeInputs(
+        plan=plan, block_tables=pages[0].block_tables, cos_sin=cos_sin,
+        slot_mapping=slots.to(torch.int32), shape=shape,
+        pdl=triton_step.uses_dependent_launch(device),
+    )  # fmt: skip
+    buffers = triton_step.decode_buffers(x, weights.layers[0], shape)
+    for buffer in (buffers.normed, buffers.qkv, buffers.attended, buffers.activated):
+        buffer.fill_(float("nan"))
+    triton_step.decode_layers(
+        weights, tuple(p.k for p in pages), tuple(p.v for p in pages), buffers, step
+    )
+    tolerance = TOLERANCE[dtype] * 2
+    assert reference.relative_error(buffers.hidden, torch.cat(expected)) < tolerance
+    if rows > triton_vector.MAX_ROWS:
+        normed = reference.rms_norm(torch.cat(expected), weights.norm, EPS)
+        assert reference.relative_error(buffers.normed, normed) < tolerance
