@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 
-from infer.client import LinkedClient, start_thread
+from infer.client import Engine, LinkedClient, start_thread
 from infer.server.app import create_app
 from infer.server.config import ServerConfig
 from infer.tokenizer import Tokenizer
@@ -74,9 +74,20 @@ class Running:
 
 
 @contextmanager
-def serving(model: FakeModel | None = None, **options: Any) -> Iterator[Running]:
-    """Serve ``model`` from a thread of its own, on a free port of the loopback address."""
+def serving(
+    model: FakeModel | None = None,
+    *,
+    build: Callable[[], Engine] | None = None,
+    tokenizer: Tokenizer | None = None,
+    **options: Any,
+) -> Iterator[Running]:
+    """Serve a fake engine over ``model``, or the engine and tokenizer that are given.
+
+    The server has a thread of its own and a free port of the loopback address.
+    """
     model = model or FakeModel()
+    make = build or (lambda: fake_engine(model))
+    words = tokenizer or fake_tokenizer()
     notes = Notes()
     config = ServerConfig(port=0, **options)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -85,10 +96,9 @@ def serving(model: FakeModel | None = None, **options: Any) -> Iterator[Running]
     stop = threading.Event()
 
     async def main() -> None:
-        client = await start_thread(lambda: fake_engine(model), [notes])
+        client = await start_thread(make, [notes])
         observers: list[Observer] = [notes]
-        tokenizer = fake_tokenizer()
-        app = create_app(client, tokenizer, config, observers=observers)
+        app = create_app(client, words, config, observers=observers)
         server = _Server(
             uvicorn.Config(app, http="h11", log_config=None, access_log=False, ws="none")
         )
@@ -104,7 +114,7 @@ def serving(model: FakeModel | None = None, **options: Any) -> Iterator[Running]
                 model,
                 asyncio.get_running_loop(),
                 config.api_key,
-                tokenizer,
+                words,
             )
         )
         started.set()
