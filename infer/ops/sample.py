@@ -20,6 +20,7 @@ from infer.ops.truncate import truncate, weights_of
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: logits would overflow
 NUM_CANDIDATES = 256  # largest logits that a CPU row sorts before it sorts the vocabulary
+_TILE = 1 << 16  # elements of noise that a CPU core makes at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,11 +153,11 @@ def _by_kind(
     rows = greedy.nonzero().squeeze(-1)
     if rows.numel():
         scores[rows], ids[rows] = scaled[rows].max(dim=-1)
-    # Row by row, so that the integer work stays in the core's cache.
-    for row in (~greedy & ~truncated).nonzero().squeeze(-1).tolist():
-        one = slice(row, row + 1)
-        noise = _noise((keys[0][one], keys[1][one]), scaled[one], vocab_offset)
-        scores[one], ids[one] = (scaled[one] - noise).max(dim=-1)
+    # A few rows at a time, so that the integer work stays in the core's cache.
+    for rows in (~greedy & ~truncated).nonzero().squeeze(-1).split(max(1, _TILE // vocab)):
+        values = scaled[rows]
+        noise = _noise((keys[0][rows], keys[1][rows]), values, vocab_offset)
+        scores[rows], ids[rows] = (values - noise).max(dim=-1)
     rows = truncated.nonzero().squeeze(-1)
     for width in (min(NUM_CANDIDATES, vocab), vocab):
         if rows.numel():
