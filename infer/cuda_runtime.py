@@ -11,6 +11,7 @@ from torch import Tensor
 
 from infer import device_step as step
 from infer import graphs
+from infer.blocks import Int32
 from infer.config import Limits
 from infer.device_step import DeviceValues
 from infer.graphs import Graph
@@ -24,7 +25,7 @@ from infer.report import LogprobArrays, StepValues
 from infer.rows import RowState, table_changes
 from infer.runtime import EMPTY, Pending, Ready, Runtime, extras, step_arrays
 from infer.sequences import Need, Sequences
-from infer.staging import Staging
+from infer.staging import Returns, Staging
 
 STAGING_WORDS = 1 << 20
 
@@ -53,6 +54,21 @@ class Fetched:
         )
 
 
+class Replayed:
+    """A graph's results on their way; ``wait`` is the one place where the host waits."""
+
+    def __init__(self, array: Int32, event: torch.cuda.Event, num_samples: int) -> None:
+        self._array = array
+        self._event = event
+        self._num_samples = num_samples
+
+    def wait(self) -> StepValues:
+        """Block until the device has finished the step."""
+        self._event.synchronize()
+        both = self._array.reshape(2, -1)[:, : self._num_samples]
+        return StepValues(tokens=both[0].copy(), failed=both[1] != 0)
+
+
 def _to_pinned(tensor: Tensor) -> Tensor:
     out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return out.copy_(tensor, non_blocking=True)
@@ -71,6 +87,8 @@ def _arrays(parts: tuple[Tensor, ...] | None) -> LogprobArrays | None:
 class CudaRuntime(Runtime):
     """Owns the graphs of one (model, KV cache). Made complete by ``make``."""
 
+    asynchronous = True
+
     def __init__(
         self,
         ops: Ops,
@@ -79,7 +97,9 @@ class CudaRuntime(Runtime):
         plain: Iterable[Graph],
         to_logits: Iterable[Graph],
     ) -> None:
-        super().__init__(ops, Staging(device, STAGING_WORDS))
+        self._staging = Staging(device, STAGING_WORDS)
+        super().__init__(ops, self._staging)
+        self._returns = Returns(2 * limits.max_num_seqs)
         self._limits = limits
         self._plain = {graph.shape: graph for graph in plain}
         self._to_logits = {graph.shape: graph for graph in to_logits}
@@ -103,7 +123,7 @@ class CudaRuntime(Runtime):
         seqs: Sequences,
     ) -> tuple[Pending, KVCache, RowState]:
         """Launch one step. ``kv`` and ``rows`` are donated."""
-        graph, sampling = self._graph(plan, batch)
+        graph = self._graph(plan, batch)
         self._hit = graph is not None
         if graph is None:
             return super().run(model, kv, rows, plan, self._padded(batch), seqs)
@@ -117,18 +137,15 @@ class CudaRuntime(Runtime):
             tables = (empty, empty, empty)
         uploaded = self.uploader.upload(arrays) if arrays else {}
         kv, rows = self.prepare(model, kv, rows, plan, seqs, uploaded)
-        packed = graphs.pack(graph.shape, batch, self._limits, tables)
-        assert isinstance(self.uploader, Staging)
-        self.uploader.copy_into(graph.inputs, packed)
+        self._staging.fill(graph.inputs, lambda out: graph.layout.pack(batch, tables, out))
         graph.graph.replay()
-        if sampling:
-            assert graph.tokens is not None and graph.nan is not None
-            values = DeviceValues(graph.tokens, graph.nan)
-        else:
-            assert graph.logits is not None
-            wants = extras(plan, seqs, uploaded)
-            values, rows = step.pick(graph.logits, rows, graph.batch, wants)
-        return Fetched(values, int(plan.sample_rows.size)), kv, rows
+        num_samples = int(plan.sample_rows.size)
+        if graph.results is not None:
+            return Replayed(*self._returns.start(graph.results), num_samples), kv, rows
+        assert graph.logits is not None
+        wants = extras(plan, seqs, uploaded)
+        values, rows = step.pick(graph.logits, rows, graph.batch, wants)
+        return Fetched(values, num_samples), kv, rows
 
     def _padded(self, batch: HostBatch) -> HostBatch:
         """The batch with empty sequences up to ``max_num_seqs``: kernels know no other count."""
@@ -143,21 +160,21 @@ class CudaRuntime(Runtime):
             max_seqlen_q=max(batch.max_seqlen_q, 2),  # some sequences have none: not a decode batch
         )
 
-    def _graph(self, plan: Plan, batch: HostBatch) -> tuple[Graph | None, bool]:
-        """The graph a step runs in, and whether it samples; None for an eager step."""
+    def _graph(self, plan: Plan, batch: HostBatch) -> Graph | None:
+        """The graph a step runs in; None for an eager step."""
         beyond = plan.need & ~Need.RANDOM
         if not plan.num_sequences or plan.prompt_logprobs.size:
-            return None, False
+            return None
         if graphs.suits(plan, batch):
             shape = graphs.smallest(self._decode, batch.num_tokens, batch.num_seqs)
             if shape is None:
-                return None, False
-            return (self._to_logits if beyond else self._plain)[shape], not beyond
+                return None
+            return (self._to_logits if beyond else self._plain)[shape]
         if beyond:
-            return None, False
+            return None
         seqs = max(batch.num_seqs, int(plan.sample_rows.size))
         shape = graphs.smallest(self._mixed, batch.num_tokens, seqs)
-        return (self._plain[shape] if shape is not None else None), True
+        return self._plain[shape] if shape is not None else None
 
     def fetch(self, values: DeviceValues | None) -> Pending:
         """Start bringing the values to the host."""

@@ -1,9 +1,9 @@
 """The transitions of an engine's state: the public step API.
 
-    state = init(model, EngineConfig())
-    state = submit(state, Request(request_id="a", prompt_token_ids=(1, 2, 3)))
-    while has_work(state):
-        state, report = step(model, state)
+state = init(model, EngineConfig())
+state = submit(state, Request(request_id="a", prompt_token_ids=(1, 2, 3)))
+while has_work(state):
+    state, report = step(model, state)
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def launch(model: Model, state: EngineState) -> tuple[EngineState, Ticket]:
     started = time.monotonic()
     plan, host = schedule(state.host, state.limits)
     batch = build(plan, host.seqs)
+    built = time.monotonic()
     pending, kv, rows = state.runtime.run(model, state.kv, state.rows, plan, batch, host.seqs)
-    now = time.monotonic()
-    ticket = Ticket(plan.step, plan, pending, launched=now, host_s=now - started)
+    # Where launching waits for nothing it is the host's work; else it is the device's.
+    launched = time.monotonic() if state.runtime.asynchronous else built
+    ticket = Ticket(plan.step, plan, pending, launched=launched, host_s=launched - started)
     return _advanced(replace(state, host=host, kv=kv, rows=rows)), ticket
 
 

@@ -9,7 +9,7 @@ write their token to the spare row. Nothing else differs from an eager step.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,10 +30,20 @@ from infer.rows import RowState, introduce
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 FEW_SEQS = 8  # mixed steps of few sequences have graphs of their own: the LM head is most of them
+TOKEN_FIELDS = ("input_ids", "src_rows", "positions", "slot_mapping")
+TABLE_FIELDS = ("table_rows", "table_columns", "table_blocks")
 FIELDS = (
-    "input_ids src_rows positions slot_mapping seq_rows cu_seqlens_q context_lens logits_rows "
-    "sample_logits sample_rows sample_positions table_rows table_columns table_blocks"
-).split()
+    *TOKEN_FIELDS,
+    "seq_rows",
+    "cu_seqlens_q",
+    "context_lens",
+    "logits_rows",
+    "sample_logits",
+    "sample_rows",
+    "sample_positions",
+    *TABLE_FIELDS,
+)
+COUNTING_FIELDS = ("cu_seqlens_q", "logits_rows", "sample_logits")  # constant in a decode graph
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,22 +56,73 @@ class Shape:
 
     def sizes(self) -> dict[str, int]:
         """Elements of each packed input field."""
-        tokens = dict.fromkeys(FIELDS[:4], self.num_tokens)
-        seqs = dict.fromkeys(FIELDS[4:], self.num_seqs)
-        return {**tokens, **seqs, "cu_seqlens_q": self.num_seqs + 1}
+        sizes = dict.fromkeys(FIELDS, self.num_seqs)
+        sizes |= dict.fromkeys(TOKEN_FIELDS, self.num_tokens)
+        return sizes | {"cu_seqlens_q": self.num_seqs + 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each input lies in a graph's packed buffer, and the buffer of a step of padding."""
+
+    shape: Shape
+    starts: Mapping[str, int]  # of the fields that change from step to step
+    template: Int32
+
+    def pack(self, batch: HostBatch, tables: tuple[Int32, Int32, Int32], out: Int32) -> None:
+        """Write a step's inputs, padded, into ``out`` (i32[template.size])."""
+        out[:] = self.template
+        for name, start in self.starts.items():
+            if name in TABLE_FIELDS:
+                continue
+            value = getattr(batch, name)
+            out[start : start + value.size] = value
+        if "cu_seqlens_q" in self.starts:
+            start = self.starts["cu_seqlens_q"] + batch.num_seqs
+            out[start : start + self.shape.num_seqs + 1 - batch.num_seqs] = batch.num_tokens
+        for name, value in zip(TABLE_FIELDS, tables, strict=True):
+            start = self.starts[name]
+            out[start : start + value.size] = value
+
+
+def make_layout(shape: Shape, limits: Limits) -> Layout:
+    """The layout of ``shape``, padded with the spare row and the spare block."""
+    padding = {
+        "src_rows": -1,
+        "slot_mapping": limits.num_blocks * limits.block_size,
+        "seq_rows": limits.max_num_seqs,
+        "context_lens": 1 if shape.decode else 0,
+        "sample_rows": limits.max_num_seqs,
+        "table_rows": limits.max_num_seqs,
+        "table_blocks": limits.num_blocks,
+    }
+    starts, parts, at = {}, [], 0
+    for name, size in shape.sizes().items():
+        if shape.decode and name in COUNTING_FIELDS:
+            # Every sequence, a padded one too, has one position and is sampled.
+            parts.append(np.arange(size, dtype=np.int32))
+        else:
+            parts.append(np.full(size, padding.get(name, 0), np.int32))
+            starts[name] = at
+        at += size
+    return Layout(shape, starts, np.concatenate(parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A captured step. ``inputs`` is written before a replay, the outputs are read after it."""
 
-    shape: Shape
-    inputs: Tensor  # i32[sum of sizes]
+    layout: Layout
+    inputs: Tensor  # i32[template.size]
     graph: torch.cuda.CUDAGraph
     batch: Batch  # views of ``inputs``
-    tokens: Tensor | None  # i32[S], None when the graph ends at the logits
-    nan: Tensor | None  # bool[S]
+    results: Tensor | None  # i32[2, S], tokens and NaN marks; None when it ends at the logits
     logits: Tensor | None  # f32[S, vocab_size]
+
+    @property
+    def shape(self) -> Shape:
+        """What it holds."""
+        return self.layout.shape
 
 
 def decode_shapes(max_num_seqs: int) -> list[Shape]:
@@ -74,13 +135,13 @@ def decode_shapes(max_num_seqs: int) -> list[Shape]:
 
 def mixed_shapes(max_num_seqs: int, max_num_tokens: int) -> list[Shape]:
     """Token buckets for prompts and mixed steps, for few and for all sequences."""
-    shapes = []
-    for tokens in MIXED_TOKENS:
-        if tokens <= max_num_tokens:
-            for seqs in sorted({min(FEW_SEQS, max_num_seqs), max_num_seqs}):
-                if seqs <= tokens:
-                    shapes.append(Shape(tokens, seqs, decode=False))
-    return shapes
+    counts = sorted({min(FEW_SEQS, max_num_seqs), max_num_seqs})
+    return [
+        Shape(tokens, seqs, decode=False)
+        for tokens in MIXED_TOKENS
+        for seqs in counts
+        if seqs <= tokens <= max_num_tokens
+    ]
 
 
 def smallest(shapes: Sequence[Shape], num_tokens: int, num_seqs: int) -> Shape | None:
@@ -91,48 +152,9 @@ def smallest(shapes: Sequence[Shape], num_tokens: int, num_seqs: int) -> Shape |
     return None
 
 
-def pack(
-    shape: Shape, batch: HostBatch, limits: Limits, tables: tuple[Int32, Int32, Int32]
-) -> Int32:
-    """A step's inputs in the order of ``FIELDS``, padded to ``shape``."""
-    spare_row, spare_slot = limits.max_num_seqs, limits.num_blocks * limits.block_size
-    cu_pad = batch.num_tokens
-    padding = {
-        "src_rows": -1,
-        "slot_mapping": spare_slot,
-        "seq_rows": spare_row,
-        "cu_seqlens_q": cu_pad,
-        "context_lens": 1 if shape.decode else 0,
-        "sample_rows": spare_row,
-        "table_rows": spare_row,
-        "table_blocks": limits.num_blocks,
-    }
-    values = {name: getattr(batch, name) for name in FIELDS[:11]}
-    values |= dict(zip(FIELDS[11:], tables, strict=True))
-    out = np.zeros(sum(shape.sizes().values()), np.int32)
-    at = 0
-    for name, size in shape.sizes().items():
-        value = values[name]
-        out[at : at + value.size] = value
-        if pad := padding.get(name, 0):
-            out[at + value.size : at + size] = pad
-        at += size
-    if shape.decode:
-        _decode_padding(shape, batch, out)
-    return out
-
-
-def _decode_padding(shape: Shape, batch: HostBatch, out: Int32) -> None:
-    """In a decode graph every padded sequence has one position, sampled like the others."""
-    at = 0
-    count = np.arange(shape.num_seqs + 1, dtype=np.int32)
-    for name, size in shape.sizes().items():
-        if name in ("cu_seqlens_q", "logits_rows", "sample_logits"):
-            out[at : at + size] = count[:size]
-        at += size
-
-
-def views(inputs: Tensor, shape: Shape, block_tables: Tensor, max_seqlen_k: int) -> tuple[Batch, dict[str, Tensor]]:
+def views(
+    inputs: Tensor, shape: Shape, block_tables: Tensor, max_seqlen_k: int
+) -> tuple[Batch, dict[str, Tensor]]:
     """The packed inputs as a batch, and the block-table changes beside it."""
     parts = dict(zip(FIELDS, inputs.split(list(shape.sizes().values())), strict=True))
     meta = AttentionMeta(
@@ -158,7 +180,7 @@ def views(inputs: Tensor, shape: Shape, block_tables: Tensor, max_seqlen_k: int)
         prompt_rows=none,
         prompt_targets=none,
     )
-    return batch, {name: parts[name] for name in FIELDS[11:]}
+    return batch, {name: parts[name] for name in TABLE_FIELDS}
 
 
 @contextmanager
@@ -189,10 +211,11 @@ def capture(
     temperature.
     """
     device = rows.last_token.device
-    inputs = padding(shape, limits, device)
+    layout = make_layout(shape, limits)
+    inputs = torch.from_numpy(layout.template).to(device)
     batch, tables = views(inputs, shape, rows.block_tables, limits.max_model_len)
 
-    def body() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def body() -> tuple[Tensor | None, Tensor | None]:
         introduce(rows, tables)
         if shape.decode:
             values, scores = step.decode(model, ops, kv, rows, batch, sampling=sampling)
@@ -201,8 +224,8 @@ def capture(
             scores = step.logits(model, ops, hidden, batch.logits_rows)
             values, _ = step.pick(scores, rows, batch, step.PLAIN)
         if values is None:
-            return None, None, scores
-        return values.tokens, values.nan, None
+            return None, scores
+        return torch.stack((values.tokens, values.nan.int())), None
 
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -211,20 +234,14 @@ def capture(
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
-        tokens, nan, scores = body()
-    return Graph(shape, inputs, graph, batch, tokens, nan, scores)
+        results, scores = body()
+    return Graph(layout, inputs, graph, batch, results, scores)
 
 
-def padding(shape: Shape, limits: Limits, device: torch.device) -> Tensor:
-    """Packed inputs of a step that computes nothing but padding."""
-    empty = np.empty(0, np.int32)
-    return torch.from_numpy(pack(shape, _empty_batch(), limits, (empty, empty, empty))).to(device)
-
-
-def padded_batch(shape: Shape, limits: Limits, rows: RowState) -> tuple[Batch, dict[str, Tensor]]:
+def padded_batch(shape: Shape, limits: Limits, rows: RowState) -> Batch:
     """A batch of nothing but padding, for measuring."""
-    inputs = padding(shape, limits, rows.last_token.device)
-    return views(inputs, shape, rows.block_tables, limits.max_model_len)
+    inputs = torch.from_numpy(make_layout(shape, limits).template).to(rows.last_token.device)
+    return views(inputs, shape, rows.block_tables, limits.max_model_len)[0]
 
 
 def all_shapes(limits: Limits) -> list[Shape]:
@@ -241,28 +258,6 @@ def largest_shapes(limits: Limits) -> list[Shape]:
     return mixed + [shape for shape in shapes if shape.decode][:1]
 
 
-def _empty_batch() -> HostBatch:
-    empty = np.empty(0, np.int32)
-    return HostBatch(
-        input_ids=empty,
-        src_rows=empty,
-        positions=empty,
-        slot_mapping=empty,
-        seq_rows=empty,
-        cu_seqlens_q=np.zeros(1, np.int32),
-        context_lens=empty,
-        logits_rows=empty,
-        sample_logits=empty,
-        sample_rows=empty,
-        sample_positions=empty,
-        prompt_rows=empty,
-        prompt_targets=empty,
-        num_decode=0,
-        max_seqlen_q=0,
-        max_seqlen_k=0,
-    )
-
-
 def suits(plan: Plan, batch: HostBatch) -> bool:
     """Whether a step is a decode step of a graph: one position and one sample a sequence."""
     return (
@@ -270,5 +265,3 @@ def suits(plan: Plan, batch: HostBatch) -> bool:
         and plan.samples.size == plan.num_sequences == plan.sample_rows.size
         and not plan.prompt_logprobs.size
     )
-
-

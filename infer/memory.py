@@ -26,9 +26,7 @@ def free_budget(device: torch.device, fraction: float) -> int:
 
 
 @torch.inference_mode()
-def working_bytes(
-    model: Model, ops: Ops, kv: KVCache, limits: Limits, config: EngineConfig
-) -> int:
+def working_bytes(model: Model, ops: Ops, kv: KVCache, limits: Limits, config: EngineConfig) -> int:
     """Bytes that rows, the largest eager step and the graphs need beside weights and KV.
 
     Runs the largest step with the hungriest sampler and captures the largest graphs, on a KV cache
@@ -39,17 +37,18 @@ def working_bytes(
     before = torch.cuda.memory_reserved(model.device)
     rows = row_state.make(limits, model.device)
     largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, decode=False)
-    batch, _ = graphs.padded_batch(largest, limits, rows)
+    batch = graphs.padded_batch(largest, limits, rows)
     hidden, kv = step.forward(model, ops, kv, rows, batch)
     scores = step.logits(model, ops, hidden, batch.logits_rows)
     _, rows = step.pick(scores, rows, batch, TRUNCATING)
-    kept = []
-    if config.cuda_graphs and ops.capturable:
-        pool = torch.cuda.graph_pool_handle()
-        with graphs.quiet_gc():
-            for shape in graphs.largest_shapes(limits):
-                kept.append(
-                    graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=True)
-                )
+    pool = torch.cuda.graph_pool_handle()
+    shapes = graphs.largest_shapes(limits) if config.cuda_graphs and ops.capturable else []
+    with graphs.quiet_gc():
+        captured = [
+            graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=True)
+            for shape in shapes
+        ]
     torch.cuda.synchronize(model.device)
-    return torch.cuda.memory_reserved(model.device) - before
+    used = torch.cuda.memory_reserved(model.device) - before
+    del captured
+    return used

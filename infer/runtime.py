@@ -53,6 +53,8 @@ class Runtime:
     ``generation`` is that of the newest state; an older one was already advanced.
     """
 
+    asynchronous = False  # ``run`` returns before the device has finished
+
     def __init__(self, ops: Ops, uploader: Uploader | None = None) -> None:
         self.generation = 0
         self.ops = ops
@@ -79,9 +81,7 @@ class Runtime:
         if not plan.num_sequences:
             return Ready(EMPTY), kv, rows
         device_batch = device_batch_of(uploaded, batch, rows.block_tables)
-        values, kv, rows = self.compute(
-            model, kv, rows, device_batch, extras(plan, seqs, uploaded)
-        )
+        values, kv, rows = self.compute(model, kv, rows, device_batch, extras(plan, seqs, uploaded))
         return self.fetch(values), kv, rows
 
     def prepare(
@@ -146,9 +146,7 @@ def batch_arrays(batch: HostBatch) -> dict[str, Int32]:
     return {name: getattr(batch, name) for name in names.split()}
 
 
-def device_batch_of(
-    uploaded: dict[str, Tensor], batch: HostBatch, block_tables: Tensor
-) -> Batch:
+def device_batch_of(uploaded: dict[str, Tensor], batch: HostBatch, block_tables: Tensor) -> Batch:
     """The uploaded arrays as the forward pass takes them."""
     meta = AttentionMeta(
         positions=uploaded["positions"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -56,11 +56,12 @@ class Staging:
         self._events[self._next].record()
         return {k: packed[a:b].view(shape) for k, (a, b, shape) in spans.items()}
 
-    def copy_into(self, target: Tensor, array: Int32) -> None:
-        """Copy a packed array into a device tensor of a graph."""
-        host = self._acquire(array.size)
-        host.numpy()[: array.size] = array
-        target.copy_(host[: array.size], non_blocking=True)
+    def fill(self, target: Tensor, write: Callable[[Int32], None]) -> None:
+        """Let ``write`` fill a pinned buffer of the size of ``target``, and copy it there."""
+        size = target.numel()
+        host = self._acquire(size)
+        write(host.numpy()[:size])
+        target.copy_(host[:size], non_blocking=True)
         self._events[self._next].record()
 
     def _acquire(self, size: int) -> Tensor:
@@ -69,3 +70,28 @@ class Staging:
         if self._buffers[self._next].numel() < size:
             self._buffers[self._next] = self._pinned(2 * size)
         return self._buffers[self._next]
+
+
+class Returns:
+    """Step results on their way to the host: a ring of pinned buffers and events.
+
+    A slot is used again ``SLOTS`` steps later; by then its step was collected, because no more than
+    one step is launched ahead.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._buffers = [
+            torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(SLOTS)
+        ]
+        self._events = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._next = 0
+
+    def start(self, results: Tensor) -> tuple[Int32, torch.cuda.Event]:
+        """Copy i32 ``results`` without waiting: the array they will be in, and when."""
+        self._next = (self._next + 1) % SLOTS
+        target = self._buffers[self._next][: results.numel()]
+        target.copy_(results.view(-1), non_blocking=True)
+        event = self._events[self._next]
+        event.record()
+        array: Int32 = target.numpy()
+        return array, event
