@@ -191,8 +191,10 @@ def make(
     to_logits: list[Graph] = []
     if use_graphs:
         pool = torch.cuda.graph_pool_handle()
+        shapes = graphs.all_shapes(limits)
+        graphs.warm_up(model, ops, kv, rows, limits, shapes)
         with graphs.quiet_gc(), torch.inference_mode():
-            for shape in graphs.all_shapes(limits):
+            for shape in shapes:
                 plain.append(
                     graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=True)
                 )

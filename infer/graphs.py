@@ -9,7 +9,9 @@ write their token to the spare row. Nothing else differs from an eager step.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,6 +32,7 @@ from infer.rows import RowState, introduce
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 FEW_SEQS = 8  # mixed steps of few sequences have graphs of their own: the LM head is most of them
+WARM_UP_THREADS = 12
 TOKEN_FIELDS = ("input_ids", "src_rows", "positions", "slot_mapping")
 TABLE_FIELDS = ("table_rows", "table_columns", "table_blocks")
 FIELDS = (
@@ -194,6 +197,31 @@ def quiet_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
+def run_step(
+    model: Model,
+    ops: Ops,
+    kv: KVCache,
+    rows: RowState,
+    inputs: Tensor,
+    limits: Limits,
+    shape: Shape,
+    *,
+    sampling: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The step that a graph of ``shape`` holds: its results, or without ``sampling`` its logits."""
+    batch, tables = views(inputs, shape, rows.block_tables, limits.max_model_len)
+    introduce(rows, tables)
+    if shape.decode:
+        values, scores = step.decode(model, ops, kv, rows, batch, sampling=sampling)
+    else:
+        hidden, _ = step.forward(model, ops, kv, rows, batch)
+        scores = step.logits(model, ops, hidden, batch.logits_rows)
+        values, _ = step.pick(scores, rows, batch, step.PLAIN)
+    if values is None:
+        return None, scores
+    return torch.stack((values.tokens, values.nan.int())), None
+
+
 def capture(
     model: Model,
     ops: Ops,
@@ -213,19 +241,9 @@ def capture(
     device = rows.last_token.device
     layout = make_layout(shape, limits)
     inputs = torch.from_numpy(layout.template).to(device)
-    batch, tables = views(inputs, shape, rows.block_tables, limits.max_model_len)
 
     def body() -> tuple[Tensor | None, Tensor | None]:
-        introduce(rows, tables)
-        if shape.decode:
-            values, scores = step.decode(model, ops, kv, rows, batch, sampling=sampling)
-        else:
-            hidden, _ = step.forward(model, ops, kv, rows, batch)
-            scores = step.logits(model, ops, hidden, batch.logits_rows)
-            values, _ = step.pick(scores, rows, batch, step.PLAIN)
-        if values is None:
-            return None, scores
-        return torch.stack((values.tokens, values.nan.int())), None
+        return run_step(model, ops, kv, rows, inputs, limits, shape, sampling=sampling)
 
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -235,7 +253,33 @@ def capture(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
         results, scores = body()
+    batch, _ = views(inputs, shape, rows.block_tables, limits.max_model_len)
     return Graph(layout, inputs, graph, batch, results, scores)
+
+
+def warm_up(
+    model: Model, ops: Ops, kv: KVCache, rows: RowState, limits: Limits, shapes: Sequence[Shape]
+) -> None:
+    """Run a step of padding in every shape, in threads: kernels then compile side by side.
+
+    Padding writes nothing but the spare row and block, so that the order does not matter.
+    """
+    device = rows.last_token.device
+
+    @torch.inference_mode()
+    def run(shape: Shape) -> None:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            inputs = torch.from_numpy(make_layout(shape, limits).template).to(device)
+            run_step(model, ops, kv, rows, inputs, limits, shape, sampling=True)
+            torch.cuda.current_stream(device).synchronize()
+
+    torch.cuda.synchronize(device)
+    # Collectives must run in one order on all ranks.
+    threads = 1 if model.tp.size > 1 else min(WARM_UP_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, shapes))
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
 
 
 def padded_batch(shape: Shape, limits: Limits, rows: RowState) -> Batch:

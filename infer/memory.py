@@ -32,17 +32,21 @@ def working_bytes(model: Model, ops: Ops, kv: KVCache, limits: Limits, config: E
     Runs the largest step with the hungriest sampler and captures the largest graphs, on a KV cache
     of one block; smaller graphs share their memory.
     """
-    torch.cuda.synchronize(model.device)
+    largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, decode=False)
+    use_graphs = config.cuda_graphs and ops.capturable
+    rows = row_state.make(limits, model.device)
+    every = graphs.all_shapes(limits) if use_graphs else []
+    graphs.warm_up(model, ops, kv, rows, limits, [largest, *every])
+    del rows
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(model.device)
     rows = row_state.make(limits, model.device)
-    largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, decode=False)
     batch = graphs.padded_batch(largest, limits, rows)
     hidden, kv = step.forward(model, ops, kv, rows, batch)
     scores = step.logits(model, ops, hidden, batch.logits_rows)
     _, rows = step.pick(scores, rows, batch, TRUNCATING)
     pool = torch.cuda.graph_pool_handle()
-    shapes = graphs.largest_shapes(limits) if config.cuda_graphs and ops.capturable else []
+    shapes = graphs.largest_shapes(limits) if use_graphs else []
     with graphs.quiet_gc():
         captured = [
             graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=True)
