@@ -187,38 +187,37 @@ def check_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Puts ``mark`` into strings where they spell tokens or parts of them; see the module note."""
+    """Puts a mark into strings where they spell tokens or parts of them; see the module note."""
 
-    mark: str
     pattern: re.Pattern[str] | None
 
     @classmethod
-    def build(cls, mark: str, tokens: Sequence[str]) -> Marker:
+    def build(cls, tokens: Sequence[str]) -> Marker:
         """A marker for these spellings."""
         if not tokens:
-            return cls(mark, None)
+            return cls(None)
         heads = {token[:n] for token in tokens for n in range(1, len(token))}
         tails = {token[n:] for token in tokens for n in range(1, len(token))}
         pattern = rf"(?=(?:{any_of(tokens)}))" + (
             rf"|(?=(?:{any_of(heads)})\Z)|\A(?={any_of(tails)})" if heads else ""
         )
-        return cls(mark, re.compile(pattern))
+        return cls(re.compile(pattern))
 
-    def text(self, text: str) -> str:
+    def text(self, text: str, mark: str) -> str:
         """``text`` with its marks."""
-        return text if self.pattern is None else self.pattern.sub(self.mark, text)
+        return text if self.pattern is None else self.pattern.sub(mark, text)
 
-    def value(self, value: Any) -> Any:
-        """A plain JSON value with the marks in every string, keys included."""
+    def value(self, value: Any, mark: str) -> Any:
+        """A plain JSON value with marks in every string, keys included."""
         if isinstance(value, str):
-            return self.text(value)
+            return self.text(value, mark)
         if isinstance(value, dict):
             return {
-                self.text(key): item if key == "role" else self.value(item)
+                self.text(key, mark): item if key == "role" else self.value(item, mark)
                 for key, item in value.items()
             }
         if isinstance(value, list):
-            return [self.value(item) for item in value]
+            return [self.value(item, mark) for item in value]
         return value
 
 

@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
         pieces = []
         for token_id in ids:
             if token_id not in self._skip:
-                data = self._table.get(token_id)
+                data = self._table[token_id]
                 pieces.append(data[self._start.num_dropped(data) :])
         return self._utf8.decode(b"".join(pieces))
 
@@ -130,7 +130,7 @@ class TextStream:
         """Take a token; returns the bytes that are certain to be part of the text."""
         if self._stopped:
             return b""
-        data = self._table.get(token_id)
+        data = self._table[token_id]
         hidden = token_id in self._hidden_ids
         dropped = len(data) if hidden else self._start.num_dropped(data)
         if not self._stops:

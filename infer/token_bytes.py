@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from tokenizers import Tokenizer as Backend
 
@@ -17,21 +17,38 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
-class ByteTable:
-    """Bytes of every id, and what a text loses at its start."""
+class ByteTable(Sequence[bytes]):
+    """Bytes of every id, and what a text loses at its start.
+
+    Any id may be looked up; one the tokenizer does not know has no bytes.
+    """
 
     tokens: tuple[bytes, ...]
     # Spaces dropped at the start of a text; None: all that its first token begins with.
     leading_spaces: int | None
 
-    def get(self, token_id: int) -> bytes:
-        """Bytes of one id; none for an id the tokenizer does not know."""
-        return self.tokens[token_id] if 0 <= token_id < len(self.tokens) else b""
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[bytes, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | tuple[bytes, ...]:
+        if isinstance(index, slice):
+            return self.tokens[index]
+        return self.tokens[index] if 0 <= index < len(self.tokens) else b""
 
     def join(self, ids: Iterable[int]) -> bytes:
         """Bytes of a whole text."""
         start = TextStart(self.leading_spaces)
-        return b"".join(data[start.num_dropped(data) :] for data in map(self.get, ids))
+        pieces = (self[token_id] for token_id in ids)
+        return b"".join(data[start.num_dropped(data) :] for data in pieces)
 
 
 class TextStart:

@@ -128,10 +128,11 @@ class Tokenizer:
     def token_bytes(self) -> Sequence[bytes]:
         """Bytes each id adds to the text; a control token's own spelling for control tokens.
 
-        Ids without a token have none. A sentencepiece word keeps the space before it; ``decode``
+        Ids without a token have none, nor have those beyond ``vocab_size``: models pad their
+        vocabulary. A sentencepiece word keeps the space before it; ``decode``
         drops it at the start of a text where the tokenizer says so.
         """
-        return self.byte_table.tokens
+        return self.byte_table
 
     @cached_property
     def byte_table(self) -> ByteTable:
@@ -223,17 +224,16 @@ class Tokenizer:
         plain_tools = chat.plain_json(tools, "tools") if tools else None
         plain_variables = chat.check_variables(variables)
         mark = chat.unused_character(source, plain, plain_tools, plain_variables)
-        control = chat.Marker.build(mark, self._control_tokens)
-        every = chat.Marker.build(mark, self._added_tokens)
+        control, every = self._markers
         marked = chat.render(
             template,
             [
-                (every if message["role"] in chat.UNTRUSTED_ROLES else control).value(message)
+                (every if message["role"] in chat.UNTRUSTED_ROLES else control).value(message, mark)
                 for message in plain
             ],
-            tools=control.value(plain_tools),
+            tools=control.value(plain_tools, mark),
             add_generation_prompt=add_generation_prompt,
-            variables={**self.special_tokens, **control.value(plain_variables)},
+            variables={**self.special_tokens, **control.value(plain_variables, mark)},
         )
         return marked, mark
 
@@ -264,12 +264,11 @@ class Tokenizer:
         return tuple(token for token in tokens if token and not token.isspace())
 
     @cached_property
-    def _control_tokens(self) -> tuple[str, ...]:
-        return tuple(
-            token
-            for token in self._added_tokens
-            if self.backend.token_to_id(token) in self.special_ids
-        )
+    def _markers(self) -> tuple[chat.Marker, chat.Marker]:
+        """For control tokens, and for all added tokens."""
+        every = self._added_tokens
+        control = [t for t in every if self.backend.token_to_id(t) in self.special_ids]
+        return chat.Marker.build(control), chat.Marker.build(every)
 
     @cached_property
     def _added_pattern(self) -> re.Pattern[str]:

@@ -95,6 +95,9 @@ def test_unknown_ids_have_no_text(pair: Pair) -> None:
     ids = pair.ours.encode("the", add_special_tokens=False)
     beyond = pair.ours.vocab_size
     assert pair.ours.decode([*ids, beyond, 10**9, -1]) == pair.ours.decode(ids)
+    table = pair.ours.token_bytes
+    assert (table[beyond], table[-1]) == (b"", b"")
+    assert list(table) == [table[i] for i in range(len(table))]
 
 
 def test_half_a_surrogate_pair_is_refused(pair: Pair) -> None:
