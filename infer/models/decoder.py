@@ -11,7 +11,8 @@ from torch import Tensor
 from infer.batch import Batch
 from infer.config import ModelConfig
 from infer.kv import KVCache
-from infer.ops import LayerShape, Ops
+from infer.ops import LayerShape, Ops, torch_packed
+from infer.ops.torch_packed import PackedWeights
 from infer.parallel import TP, all_reduce
 from infer.weights import LayerWeights, Weights, local_config, vocab_range
 
@@ -36,6 +37,9 @@ def forward(
     shape = layer_shape(cfg, tp)
     step = ops.prepare(batch.attention, ops.cos_sin, kv.k[0], shape)
     residual = embed(cfg, tp, weights, merge_ids(batch, last_token))
+    if isinstance(weights, PackedWeights):
+        form = weights.form(residual.shape[0])
+        return torch_packed.layers(form, kv, residual.to(form.norm.dtype), step, shape), kv
     hidden = torch.zeros_like(residual)
     for index, w in enumerate(weights.layers):
         hidden, residual = layer(
@@ -74,6 +78,9 @@ def logits(
     ``hidden`` is what ``forward`` returned; the final norm is applied to the chosen rows only.
     """
     chosen = hidden.index_select(0, logits_rows)
+    if isinstance(weights, PackedWeights):
+        form = weights.form(chosen.shape[0])
+        return torch_packed.logits(form, chosen.to(form.norm.dtype), cfg.rms_norm_eps)
     normed, _ = ops.add_rms_norm(chosen, None, weights.norm, cfg.rms_norm_eps)
     return ops.linear(normed, weights.lm_head, None).float()
 

@@ -7,6 +7,7 @@ each (decode) or one sequence with many (a prefill chunk); all layers share its 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,8 +29,9 @@ class Tile:
 
     rows: slice | Tensor  # the queries' tokens, in the tile's order
     num_seqs: int
-    blocks: Tensor  # i64[num_seqs * num_pages]
-    num_keys: int  # of the gathered positions, how many count
+    decode: bool  # many sequences of one query; else one sequence of many
+    blocks: Tensor | slice  # i64[num_seqs * num_pages]
+    num_keys: int  # of the gathered positions of a sequence, how many are in the mask
     mask: Tensor | None  # added to scores: [num_seqs, 1, 1, num_keys] or [num_queries, num_keys]
 
 
@@ -61,15 +63,15 @@ def qk_norm_rope_store(
     """See ``infer.ops.QKNormRopeStore``."""
     num_q, num_kv, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     heads = qkv.view(-1, num_q + 2 * num_kv, dim)
-    qk, v = heads.split((num_q + num_kv, num_kv), dim=1)
+    qk, v = heads[:, :-num_kv], heads[:, -num_kv:]
     if q_norm is not None and k_norm is not None:
-        q, k = qk.split((num_q, num_kv), dim=1)
-        q = F.rms_norm(q, (dim,), q_norm, shape.eps)
-        qk = torch.cat((q, F.rms_norm(k, (dim,), k_norm, shape.eps)), dim=1)
-    q, k = rotate(qk, step.cos, step.sin).split((num_q, num_kv), dim=1)
-    k_cache.view(-1, num_kv, dim).index_copy_(0, step.slots, k)
-    v_cache.view(-1, num_kv, dim).index_copy_(0, step.slots, v)
-    return q
+        q = F.rms_norm(qk[:, :num_q], (dim,), q_norm, shape.eps)
+        k = F.rms_norm(qk[:, num_q:], (dim,), k_norm, shape.eps)
+        qk = torch.cat((q, k), dim=1)
+    rotated = rotate(qk, step.cos, step.sin).to(k_cache.dtype)
+    k_cache.view(-1, num_kv, dim).index_copy_(0, step.slots, rotated[:, num_q:])
+    v_cache.view(-1, num_kv, dim).index_copy_(0, step.slots, v.to(v_cache.dtype))
+    return rotated[:, :num_q]
 
 
 def attention(
@@ -85,40 +87,46 @@ def attention(
 
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, tile: Tile, shape: LayerShape) -> Tensor:
-    num_q, num_kv, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    group = num_q // num_kv
-    keys, values = (
-        cache.view(cache.shape[0], -1)
-        .index_select(0, tile.blocks)
-        .view(tile.num_seqs, -1, num_kv, dim)[:, : tile.num_keys]
-        for cache in (k_cache, v_cache)
-    )
-    if tile.mask is not None and tile.mask.dim() == 4:
-        # Decode: the query heads of a KV head are the rows of one matrix product.
-        heads = q.reshape(tile.num_seqs, num_kv, group, dim)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    num_kv, dim, scale = shape.num_kv_heads, shape.head_dim, shape.scale
+    group = shape.num_heads // num_kv
+    keys, values = _pages(k_cache, tile), _pages(v_cache, tile)
+    if tile.decode:
+        # The query heads of a KV head are the rows of one matrix product.
         out = F.scaled_dot_product_attention(
-            heads, keys, values, attn_mask=tile.mask, scale=shape.scale
+            q.view(tile.num_seqs, num_kv, group, dim),
+            keys.view(tile.num_seqs, -1, num_kv, dim).transpose(1, 2),
+            values.view(tile.num_seqs, -1, num_kv, dim).transpose(1, 2),
+            attn_mask=tile.mask,
+            scale=scale,
         )
-        return out.reshape(-1, num_q * dim)
-    # Prefill: KV heads are the batch, and each one's keys serve its group at stride 0.
-    heads = q.unflatten(1, (num_kv, group)).permute(1, 2, 0, 3)
-    keys, values = (x[0].transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+        return out.reshape(tile.num_seqs, -1)
+    # KV heads are the batch, and each one's keys serve its group at stride 0.
+    keys, values = (
+        x.view(-1, num_kv, dim)[: tile.num_keys].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+        for x in (keys, values)
+    )
     out = F.scaled_dot_product_attention(
-        heads,
+        q.view(-1, num_kv, group, dim).permute(1, 2, 0, 3),
         keys,
         values,
         attn_mask=tile.mask,
         is_causal=tile.mask is None,
-        scale=shape.scale,
+        scale=scale,
     )
-    return out.permute(2, 0, 1, 3).reshape(-1, num_q * dim)
+    return out.permute(2, 0, 1, 3).reshape(q.shape[0], -1)
+
+
+def _pages(cache: Tensor, tile: Tile) -> Tensor:
+    """The tile's pages ``[num_seqs * num_pages, ...]``: in place where they are neighbours."""
+    if isinstance(tile.blocks, slice):
+        return cache[tile.blocks]
+    return cache.index_select(0, tile.blocks)
 
 
 def _tiles(meta: AttentionMeta, k_cache: Tensor, shape: LayerShape) -> tuple[Tile, ...]:
     starts = meta.cu_seqlens_q.tolist()
     lengths = meta.context_lens.tolist()
-    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    counts = [end - start for start, end in pairwise(starts)]
     decode = [s for s, count in enumerate(counts) if count == 1]
     tiles = [
         _decode_tile(meta, group, starts, lengths, k_cache, shape)
@@ -181,17 +189,14 @@ def _decode_tile(
     columns = torch.minimum(columns, (lens[:, None] - 1) // block_size)
     table_rows = meta.seq_rows.long()[torch.tensor(seqs, device=device)]
     blocks = meta.block_tables[table_rows[:, None], columns].long().flatten()
-    num_keys = min(
-        width * block_size,
-        max(lengths[s] - p * block_size for s, p in zip(seqs, pages, strict=True)),
-    )
+    num_keys = width * block_size
     positions = first_pages * block_size + torch.arange(num_keys, device=device)
     hidden = positions >= lens[:, None]
     if window is not None:
         hidden |= positions < lens[:, None] - window
     mask = torch.zeros(hidden.shape, dtype=k_cache.dtype, device=device)
     mask.masked_fill_(hidden, float("-inf"))
-    return Tile(rows, len(seqs), blocks, num_keys, mask[:, None, None])
+    return Tile(rows, len(seqs), True, _neighbours(blocks), num_keys, mask[:, None, None])
 
 
 def _prefill_tile(
@@ -206,15 +211,24 @@ def _prefill_tile(
     block_size, window, device = k_cache.shape[1], shape.sliding_window, k_cache.device
     page = _first_page(length - count, block_size, window)
     last = -(-length // block_size)
-    blocks = meta.block_tables[meta.seq_rows[seq].long(), page:last].long()
+    blocks = _neighbours(meta.block_tables[meta.seq_rows[seq].long(), page:last].long())
     num_keys = length - page * block_size
     rows = slice(first, first + count)
     if count == length and (window is None or length <= window):
-        return Tile(rows, 1, blocks, num_keys, None)  # a whole prompt: causal says it all
+        return Tile(rows, 1, False, blocks, num_keys, None)  # a whole prompt: causal says it all
     queries = torch.arange(length - count, length, device=device)[:, None]
     keys = torch.arange(page * block_size, length, device=device)
     hidden = keys > queries
     if window is not None:
         hidden |= keys <= queries - window
     mask = torch.zeros(hidden.shape, dtype=k_cache.dtype, device=device)
-    return Tile(rows, 1, blocks, num_keys, mask.masked_fill_(hidden, float("-inf")))
+    mask.masked_fill_(hidden, float("-inf"))
+    return Tile(rows, 1, False, blocks, num_keys, mask)
+
+
+def _neighbours(blocks: Tensor) -> Tensor | slice:
+    """Ids that count up by one are a slice: their pages need no copy."""
+    first, last = int(blocks[0]), int(blocks[-1])
+    if last - first == len(blocks) - 1 and bool((blocks.diff() == 1).all()):
+        return slice(first, last + 1)
+    return blocks

@@ -8,9 +8,7 @@ from torch import Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``; ``weight`` may be packed by ``infer.ops.torch_pack``."""
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    """``x @ weight.T + bias``."""
     return F.linear(x, weight, bias)
 
 
@@ -35,6 +33,9 @@ def rope_rows(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + head_dim / 2) of ``[T, heads, head_dim]`` by ``rope_rows``' angles."""
+    """Rotate pairs (i, i + head_dim / 2) of ``[T, heads, head_dim]`` by ``rope_rows``' angles.
+
+    The result has the wider dtype of ``x`` and the angles.
+    """
     swapped = torch.roll(x, x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, swapped, sin)

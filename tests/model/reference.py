@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ def tiny_model(
     rope: dict[str, Any] | None = None,
     sliding_window: int | None = None,
     tied: bool = False,
+    biases: bool = False,
     seed: int = 0,
 ) -> PreTrainedModel:
     """A two-layer random model of transformers, float32, every norm weight and bias random."""
@@ -65,7 +66,9 @@ def tiny_model(
     }
     if architecture in ("qwen2", "qwen3") and sliding_window is not None:
         options |= {"use_sliding_window": True, "max_window_layers": 0}
-    if architecture != "llama":
+    if architecture == "llama":
+        options |= {"attention_bias": biases, "mlp_bias": biases}
+    else:
         options["sliding_window"] = sliding_window
     torch.manual_seed(seed)
     model = model_class(config_class(**options)).eval()
@@ -154,6 +157,7 @@ class Driver:
     ops: Ops | None = None
     device: str = "cpu"
     seed: int = 0
+    kv_dtype: torch.dtype | None = None
     kv: KVCache = field(init=False)
     tables: Tensor = field(init=False)
     lengths: list[int] = field(init=False)
@@ -167,7 +171,7 @@ class Driver:
             self.block_size,
             self.cfg.num_kv_heads,
             self.cfg.head_dim,
-            dtype=self.weights.norm.dtype,
+            dtype=self.kv_dtype or self.weights.norm.dtype,
             device=torch.device(self.device),
         )
         order = np.random.default_rng(self.seed).permutation(total).astype(np.int32)
@@ -177,47 +181,68 @@ class Driver:
         self.lengths = [0] * self.num_rows
 
     def batch(self, chunks: list[tuple[int, list[int]]], pad: int = 0) -> Batch:
-        """The next tokens of some rows, as the engine would build them, and ``pad`` padded ones."""
-        ids, positions, slots, contexts, starts = [], [], [], [], [0]
+        """The next tokens of some rows as the engine would lay them out, and padded ones."""
+        counts = [len(tokens) for _, tokens in chunks]
+        rows = np.repeat([row for row, _ in chunks], counts)
+        positions = np.concatenate(
+            [
+                np.arange(self.lengths[row], self.lengths[row] + n)
+                for (row, _), n in zip(chunks, counts, strict=True)
+            ]
+        )
+        blocks = self.tables.cpu().numpy()[rows, positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
         for row, tokens in chunks:
-            for offset, token in enumerate(tokens):
-                position = self.lengths[row] + offset
-                block = int(self.tables[row, position // self.block_size])
-                ids.append(token)
-                positions.append(position)
-                slots.append(block * self.block_size + position % self.block_size)
-            starts.append(len(ids))
             self.lengths[row] += len(tokens)
-            contexts.append(self.lengths[row])
-        count = len(ids)
+        contexts = [self.lengths[row] for row, _ in chunks]
         spare = self.kv.num_blocks * self.block_size
-        ids, positions, slots = ids + [0] * pad, positions + [0] * pad, slots + [spare] * pad
 
-        def i32(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
+        def i32(values: object, padding: int | None = None) -> Tensor:
+            array = np.asarray(values, dtype=np.int32)
+            if padding is not None:
+                array = np.pad(array, (0, pad), constant_values=padding)
+            return torch.from_numpy(array).to(self.device)
 
-        queries = [len(tokens) for _, tokens in chunks]
         meta = AttentionMeta(
-            positions=i32(positions),
-            slot_mapping=i32(slots),
+            positions=i32(positions, 0),
+            slot_mapping=i32(slots, spare),
             seq_rows=i32([row for row, _ in chunks]),
-            cu_seqlens_q=i32(starts),
+            cu_seqlens_q=i32(np.cumsum([0, *counts])),
             context_lens=i32(contexts),
             block_tables=self.tables,
-            max_seqlen_q=max(queries),
+            max_seqlen_q=max(counts),
             max_seqlen_k=max(contexts),
-            decode=max(queries) == 1,
+            decode=max(counts) == 1,
         )
-        every = i32(list(range(count)))
-        none = i32([-1] * len(ids))
-        return Batch(i32(ids), none, meta, every, every, every, every, every[:0], every[:0])
+        every = i32(np.arange(len(positions)))
+        return Batch(
+            input_ids=i32([token for _, tokens in chunks for token in tokens], 0),
+            src_rows=i32(np.full(len(positions), -1), -1),
+            attention=meta,
+            logits_rows=every,
+            sample_logits=every,
+            sample_rows=every,
+            sample_positions=every,
+            prompt_rows=every[:0],
+            prompt_targets=every[:0],
+        )
 
     @torch.inference_mode()
-    def run(self, chunks: list[tuple[int, list[int]]], pad: int = 0) -> list[Tensor]:
-        """Logits at every position of each chunk: ``[len(tokens), vocab_size]`` each."""
+    def run(
+        self, chunks: list[tuple[int, list[int]]], pad: int = 0, *, from_device: bool = False
+    ) -> list[Tensor]:
+        """Logits at every position of each chunk: ``[len(tokens), vocab_size]`` each.
+
+        ``from_device`` hides the (single) token of each row from the host and puts it where the
+        sampler would have left it.
+        """
         assert self.ops is not None
         batch = self.batch(chunks, pad)
         last_token = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=self.device)
+        if from_device:
+            rows = batch.attention.seq_rows
+            last_token[rows.long()] = batch.input_ids
+            batch = replace(batch, input_ids=torch.zeros_like(batch.input_ids), src_rows=rows)
         hidden, self.kv = forward(
             self.cfg, TP(), self.weights, self.kv, batch, last_token, self.ops
         )
