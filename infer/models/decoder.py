@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,8 +13,6 @@ from infer.ops import LayerShape, Ops, torch_packed
 from infer.ops.torch_packed import PackedWeights
 from infer.parallel import TP, all_reduce
 from infer.weights import LayerWeights, Weights, local_config, vocab_range
-
-LayerFn = Callable[..., tuple[Tensor, Tensor]]
 
 
 def forward(
@@ -41,10 +37,9 @@ def forward(
         form = weights.form(residual.shape[0])
         return torch_packed.layers(form, kv, residual.to(form.norm.dtype), step, shape), kv
     hidden = torch.zeros_like(residual)
+    run = ops.layer or layer
     for index, w in enumerate(weights.layers):
-        hidden, residual = layer(
-            shape, tp, ops, w, kv.k[index], kv.v[index], hidden, residual, step
-        )
+        hidden, residual = run(shape, tp, ops, w, kv.k[index], kv.v[index], hidden, residual, step)
     return hidden + residual, kv
 
 

@@ -76,6 +76,10 @@ class Prepare(Protocol):
     ) -> Any: ...
 
 
+# infer.models.decoder.layer; callers pass every argument by position.
+LayerFn = Callable[..., tuple[Tensor, Tensor]]
+
+
 class FusedDecode(Protocol):
     """Decode steps of one rank in fewer kernels than the stages; capturable in a CUDA Graph.
 
@@ -88,7 +92,12 @@ class FusedDecode(Protocol):
         """Run all layers over the embedded tokens ``[num_seqs, hidden_size]``, overwriting them."""
 
     def sample(
-        self, weights: Weights, run: Any, sample_rows: Tensor, positions: Tensor, params: SamplingRows
+        self,
+        weights: Weights,
+        run: Any,
+        sample_rows: Tensor,
+        positions: Tensor,
+        params: SamplingRows,
     ) -> Sampled:
         """Sample every row from the whole vocabulary, without truncation."""
 
@@ -110,5 +119,6 @@ class Ops:
     qk_norm_rope_store: QKNormRopeStore
     attention: Attention
     silu_mul: Callable[[Tensor], Tensor]  # [T, 2I], gate then up -> [T, I]
+    layer: LayerFn | None = None  # a compiled infer.models.decoder.layer over these stages
     fused_decode: FusedDecode | None = None
     capturable: bool = False  # no stage reads the device back, so CUDA Graphs can hold them

@@ -78,10 +78,17 @@ def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, step: TorchStep, shape: LayerShape
 ) -> Tensor:
     """See ``infer.ops.Attention``."""
-    if len(step.tiles) == 1 and step.tiles[0].rows == slice(0, q.shape[0]):
-        return _attend(q, k_cache, v_cache, step.tiles[0], shape)
+    return attend(q, k_cache, v_cache, step.tiles, shape)
+
+
+def attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: tuple[Tile, ...], shape: LayerShape
+) -> Tensor:
+    """Attend tile by tile; tokens outside of every tile (padding) get zeros."""
+    if len(tiles) == 1 and tiles[0].rows == slice(0, q.shape[0]):
+        return _attend(q, k_cache, v_cache, tiles[0], shape)
     out = q.new_zeros(q.shape[0], shape.num_heads * shape.head_dim)
-    for tile in step.tiles:
+    for tile in tiles:
         out[tile.rows] = _attend(q[tile.rows], k_cache, v_cache, tile, shape)
     return out
 

@@ -105,7 +105,7 @@ def pack(weights: Weights, *, wide: bool | None = None) -> Weights:
 def layers(
     form: PackedForm, kv: KVCache, stream: Tensor, step: TorchStep, shape: LayerShape
 ) -> Tensor:
-    """Run every layer over the residual stream ``[num_tokens, hidden_size]`` in ``form``'s dtype."""
+    """Run every layer over the residual stream ``[num_tokens, hidden_size]``, of ``form``'s dtype."""
     for index, w in enumerate(form.layers):
         qkv = _linear(rms_norm(stream, w.input_norm, shape.eps), w.qkv, w.qkv_bias)
         k_cache, v_cache = kv.k[index], kv.v[index]
@@ -191,7 +191,7 @@ def _fits_wide(weights: Weights) -> bool:
 
 def _prefers_float32() -> bool:
     """Whether this processor multiplies float32 clearly faster than bfloat16."""
-    best = {}
+    best: dict[torch.dtype, float] = {}
     for dtype in (torch.bfloat16, torch.float32) * 3:
         x = torch.ones(32, 512, dtype=dtype)
         weight = _reorder(torch.ones(512, 512), dtype)

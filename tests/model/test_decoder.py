@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from infer.ops.torch_packed import PackedWeights, pack
+from infer.weights import Weights
 from tests.model.reference import (
     Driver,
     config_of,
@@ -15,9 +18,6 @@ from tests.model.reference import (
     tiny_model,
     weights_of,
 )
-
-from infer.ops.torch_packed import PackedWeights, pack
-from infer.weights import Weights
 
 ARCHITECTURES = ["qwen3", "qwen2", "llama", "mistral"]
 TOLERANCE = 1e-4
