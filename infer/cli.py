@@ -44,6 +44,24 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "add_models_arguments",
         "run_models",
     ),
+    "memory": (
+        "what a model needs, before anything is loaded",
+        "infer.commands.memory",
+        "add_memory_arguments",
+        "run_memory",
+    ),
+    "trace": (
+        "write down every step; replay, view and export traces",
+        "infer.commands.trace",
+        "add_trace_arguments",
+        "run_trace",
+    ),
+    "verify": (
+        "compare the engine with transformers and with itself",
+        "infer.commands.verify",
+        "add_verify_arguments",
+        "run_verify",
+    ),
     "bench": (
         "measure named workloads (bench serve: a running server)",
         "infer.commands.bench",
