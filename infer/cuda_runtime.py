@@ -91,14 +91,14 @@ class CudaRuntime(Runtime):
 
     def __init__(
         self,
+        model: Model,
         ops: Ops,
         limits: Limits,
-        device: torch.device,
         plain: Iterable[Graph],
         to_logits: Iterable[Graph],
     ) -> None:
-        self._staging = Staging(device, STAGING_WORDS)
-        super().__init__(ops, self._staging)
+        self._staging = Staging(model.device, STAGING_WORDS)
+        super().__init__(model, ops, uploader=self._staging)
         self._returns = Returns(2 * limits.max_num_seqs)
         self._limits = limits
         self._plain = {graph.shape: graph for graph in plain}
@@ -123,6 +123,7 @@ class CudaRuntime(Runtime):
         seqs: Sequences,
     ) -> tuple[Pending, KVCache, RowState]:
         """Launch one step. ``kv`` and ``rows`` are donated."""
+        model = self.executable(model)
         graph = self._graph(plan, batch)
         self._hit = graph is not None
         if graph is None:
@@ -202,4 +203,4 @@ def make(
                     to_logits.append(
                         graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=False)
                     )
-    return CudaRuntime(ops, limits, model.device, plain, to_logits)
+    return CudaRuntime(model, ops, limits, plain, to_logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -9,16 +10,20 @@ import torch
 from infer import host as hosts
 from infer import kv as kv_cache
 from infer import rows as row_state
+from infer.compile import compiled
 from infer.config import EngineConfig, Limits, ModelConfig
 from infer.errors import ConfigError
 from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
 from infer.ops.backends import make_ops
+from infer.ops.torch_packed import pack
 from infer.rows import RowState
 from infer.runtime import Runtime
 from infer.state import EngineState
 from infer.weights import local_config
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 1 << 30
 CPU_DEFAULTS = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "pipeline_depth": 0}
@@ -66,8 +71,15 @@ def allocate_kv(model: Model, limits: Limits) -> KVCache:
 def _runtime(
     model: Model, ops: Ops, kv: KVCache, rows: RowState, limits: Limits, config: EngineConfig
 ) -> Runtime:
+    if config.compile:
+        ops, reason = compiled(ops, model.device)
+        if reason is not None:
+            logger.info("layers run uncompiled: %s", reason)
     if model.device.type != "cuda":
-        return Runtime(ops)
+        executable = model
+        if ops.layer is None and model.tp.size == 1:
+            executable = replace(model, weights=pack(model.weights))
+        return Runtime(model, ops, executable=executable)
     from infer import cuda_runtime
 
     use_graphs = config.cuda_graphs and ops.capturable

@@ -12,6 +12,8 @@ from infer import device_step as step
 from infer import rows as row_state
 from infer.batch import AttentionMeta, Batch
 from infer.blocks import Int32
+from infer.device_step import DeviceValues, Extras
+from infer.errors import StateError
 from infer.hostbatch import HostBatch
 from infer.kv import KVCache
 from infer.model import Model
@@ -23,7 +25,6 @@ from infer.report import LogprobArrays, StepValues
 from infer.rows import RowState
 from infer.sequences import Need, Sequences
 from infer.staging import Direct, Uploader
-from infer.device_step import DeviceValues, Extras
 
 
 class Pending(Protocol):
@@ -55,10 +56,32 @@ class Runtime:
 
     asynchronous = False  # ``run`` returns before the device has finished
 
-    def __init__(self, ops: Ops, uploader: Uploader | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        *,
+        executable: Model | None = None,
+        uploader: Uploader | None = None,
+    ) -> None:
         self.generation = 0
         self.ops = ops
+        self._model = model
+        self._executable = executable or model  # the same weights, laid out for the device
         self.uploader: Uploader = uploader or Direct()
+
+    def executable(self, model: Model) -> Model:
+        """The form of ``model`` that runs here.
+
+        Raises:
+            StateError: the state was made with another model.
+        """
+        if model.weights is not self._model.weights:
+            raise StateError(
+                f"this state was made with model {self._model.name!r}, it cannot step "
+                f"{model.name!r}; make a state for each model with init"
+            )
+        return self._executable
 
     def take_counters(self) -> tuple[bool, int]:
         """Whether the last step replayed a graph, and recompilations since the last call."""
@@ -75,6 +98,7 @@ class Runtime:
         seqs: Sequences,
     ) -> tuple[Pending, KVCache, RowState]:
         """Launch one step. ``kv`` and ``rows`` are donated."""
+        model = self.executable(model)
         arrays = {**step_arrays(plan, batch, seqs), **batch_arrays(batch)}
         uploaded = self.uploader.upload(arrays)
         kv, rows = self.prepare(model, kv, rows, plan, seqs, uploaded)
