@@ -61,7 +61,31 @@ _HOMES = {
     "submit": "infer.engine",
 }
 
-__all__ = [*sorted(_HOMES), "__version__"]
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "EngineConfig",
+    "InferError",
+    "Model",
+    "Request",
+    "RequestError",
+    "SamplingParams",
+    "StateError",
+    "__version__",
+    "abort",
+    "collect",
+    "fork",
+    "has_work",
+    "init",
+    "launch",
+    "load",
+    "restore",
+    "snapshot",
+    "step",
+    "submit",
+]
 
 
 def __getattr__(name: str) -> Any:

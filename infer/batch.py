@@ -21,7 +21,7 @@ class AttentionMeta:
     seq_rows: Tensor  # i32[num_seqs], rows of block_tables
     cu_seqlens_q: Tensor  # i32[num_seqs + 1]
     context_lens: Tensor  # i32[num_seqs], KV positions after this step's write
-    block_tables: Tensor  # i32[max_num_seqs + 1, max_blocks_per_seq], device-resident
+    block_tables: Tensor  # i32[max_num_seqs + 1, max_blocks_per_seq], stays on the device
     max_seqlen_q: int  # longest query of the batch (or of its bucket)
     max_seqlen_k: int  # longest context of the batch (or of its bucket)
     decode: bool  # every sequence has exactly one query position
@@ -34,9 +34,9 @@ class Batch:
     input_ids: Tensor  # i32[num_tokens], where the host knows the value
     src_rows: Tensor  # i32[num_tokens], >= 0: take RowState.last_token[src_row] instead
     attention: AttentionMeta
-    logits_rows: Tensor  # i32[num_logits], the last token of every sequence that samples
+    logits_rows: Tensor  # i32[num_logits], last token of every sequence that samples
     sample_logits: Tensor  # i32[num_samples], which logits row each sampling row reads
     sample_rows: Tensor  # i32[num_samples], the RowState row that receives the token
     sample_positions: Tensor  # i32[num_samples], position of the sampled token (for its noise)
-    prompt_rows: Tensor  # i32[num_prompt_logprobs], tokens whose successor's logprob is wanted
+    prompt_rows: Tensor  # i32[num_prompt_logprobs], whose successor's logprob is wanted
     prompt_targets: Tensor  # i32[num_prompt_logprobs], those successors

@@ -88,7 +88,9 @@ def random_prompts(rng: random.Random, count: int, length: int, vocab: int) -> l
     return [[rng.randrange(min(vocab, 10_000)) for _ in range(length)] for _ in range(count)]
 
 
-def _timed(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> float:
+def _timed(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> float:
     started = time.perf_counter()
     llm.generate(prompts, params, progress=False)
     return time.perf_counter() - started
@@ -128,9 +130,7 @@ def bench_decode(llm: LLM, batches: Sequence[int] = DECODE_BATCHES) -> list[Figu
 def bench_offline(llm: LLM) -> list[Figure]:
     """256 requests, prompts and outputs uniform in 100..1024 tokens: output tokens a second."""
     rng = random.Random(0)
-    prompts = [
-        [rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)
-    ]
+    prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     vocab = llm.model.config.vocab_size
     prompts = [[token % vocab for token in prompt] for prompt in prompts]
     params = [_fixed(rng.randint(100, 1024)) for _ in range(256)]
@@ -196,11 +196,20 @@ def bench_prefill(llm: LLM) -> list[Figure]:
     return figures
 
 
+def bench_peer(llm: LLM) -> list[Figure]:
+    """See ``infer.bench_peer``; transformers is imported only for it."""
+    from infer.bench_peer import bench_peer as measure
+
+    return measure(llm)
+
+
 WORKLOADS: dict[str, Callable[[LLM], list[Figure]]] = {
     "decode": bench_decode,
     "offline": bench_offline,
     "prefill": bench_prefill,
+    "peer": bench_peer,
 }
+STANDARD = ("decode", "offline", "prefill")  # what runs when no workload is named
 
 
 def conditions(llm: LLM) -> dict[str, Any]:
@@ -216,7 +225,9 @@ def conditions(llm: LLM) -> dict[str, Any]:
     ).stdout.strip()
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(model.device) if cuda else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name(model.device)
+        if cuda
+        else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -238,17 +249,22 @@ def _version(package: str) -> str | None:
 
 def markdown(figures: Sequence[Figure], where: dict[str, Any]) -> str:
     """A short report."""
-    lines = [
+    title = (
         f"{where['model']} {where['dtype']} on {where['device']}, backend {where['backend']}, "
-        f"torch {where['torch']}, commit {where['commit']}, {where['date']}",
+        f"torch {where['torch']}, commit {where['commit']}, {where['date']}"
+    )
+    lines = [
+        title,
         "",
-        "| workload | figure | value | floor | of floor |",
-        "|---|---|---|---|---|",
+        "| workload | figure | value | floor | of floor | detail |",
+        "|---|---|---|---|---|---|",
     ]
     for f in figures:
         floor = "" if f.floor is None else f"{f.floor:,.2f}"
         share = "" if f.percent_of_floor is None else f"{f.percent_of_floor:.0f} %"
-        lines.append(f"| {f.workload} | {f.name} | {f.value:,.2f} {f.unit} | {floor} | {share} |")
+        detail = ", ".join(f"{k} {v}" for k, v in f.detail.items())
+        cells = (f.workload, f.name, f"{f.value:,.2f} {f.unit}", floor, share, detail)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -296,8 +312,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "workloads",
         nargs="*",
-        default=["start", *WORKLOADS],
-        help=f"start, {', '.join(WORKLOADS)} (default: all)",
+        default=["start", *STANDARD],
+        help=f"start, {', '.join(WORKLOADS)} (default: start, {', '.join(STANDARD)})",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of Markdown")
     parser.add_argument("--profile", metavar="DIR", help="also write a trace and a kernel table")

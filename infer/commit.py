@@ -134,7 +134,8 @@ def _own_stop(
     match, seqs.stop_tail[row] = stop_scan(seqs.stop_tail[row], token_bytes[token], stops)
     if match is None or not may_stop:
         return None
-    return params.stop[match.index]
+    stop: str = params.stop[match.index]
+    return stop
 
 
 def _filled(seqs: Sequences, rows: Int32, limits: Limits) -> Int32:

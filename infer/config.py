@@ -1,7 +1,7 @@
 """Configuration values: what a model is and what an engine may use. No torch, nothing allocated.
 
-``ModelConfig`` describes a checkpoint; ``EngineConfig`` holds every engine option under the one name
-it has on the command line (dashes), in TOML files and in Python (underscores).
+``ModelConfig`` describes a checkpoint; ``EngineConfig`` holds every engine option under the one
+name it has on the command line (dashes), in TOML files and in Python (underscores).
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class EngineConfig:
         ConfigError: a value is out of range or two of them contradict each other.
     """
 
-    max_model_len: int | None = None  # tokens a sequence may reach; None: model's, capped to the pool
+    max_model_len: int | None = (
+        None  # tokens a sequence may reach; None: model's, capped to the pool
+    )
     max_num_seqs: int | None = None  # rows; None: 16 on CPU, 256 on CUDA
     max_num_batched_tokens: int | None = None  # positions a step; None: 256 on CPU, 8192 on CUDA
     block_size: int | None = None  # positions a KV block; None: 16, and 256 for flash_attn
@@ -118,10 +120,13 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < low):
-                raise ConfigError(f"{name} is {value!r}, it must be a whole number of at least {low}")
+                raise ConfigError(
+                    f"{name} is {value!r}, it must be a whole number of at least {low}"
+                )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}, it must be above 0 and at most 1"
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, "
+                "it must be above 0 and at most 1"
             )
         if self.pipeline_depth not in (None, 0, 1):
             raise ConfigError(f"pipeline_depth is {self.pipeline_depth}, it must be 0 or 1")

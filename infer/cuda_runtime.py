@@ -39,7 +39,7 @@ class Fetched:
         self._nan = _to_pinned(values.nan)
         self._own = _pinned_logprobs(values.logprobs)
         self._prompt = _pinned_logprobs(values.prompt_logprobs)
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def wait(self) -> StepValues:

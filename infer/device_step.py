@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from infer import models
@@ -46,9 +45,7 @@ def forward(
     model: Model, ops: Ops, kv: KVCache, rows: RowState, batch: Batch
 ) -> tuple[Tensor, KVCache]:
     """Hidden states ``[num_tokens, hidden_size]`` before the final norm. KV donated."""
-    return models.forward(
-        model.config, model.tp, model.weights, kv, batch, rows.last_token, ops
-    )
+    return models.forward(model.config, model.tp, model.weights, kv, batch, rows.last_token, ops)
 
 
 def logits(model: Model, ops: Ops, hidden: Tensor, token_rows: Tensor) -> Tensor:
@@ -72,7 +69,9 @@ def decode(
     fused = ops.fused_decode
     run = fused.layers(model.weights, kv, hidden, batch.attention, shape)
     if not sampling:
-        return None, ops.linear(fused.normed(model.weights, run), model.weights.lm_head, None).float()
+        return None, ops.linear(
+            fused.normed(model.weights, run), model.weights.lm_head, None
+        ).float()
     picked = fused.sample(
         model.weights, run, batch.sample_rows, batch.sample_positions, rows.sampling
     )
@@ -106,9 +105,7 @@ def pick(
     return DeviceValues(picked.tokens, picked.nan, own), rows
 
 
-def prompt_logprobs(
-    model: Model, ops: Ops, hidden: Tensor, batch: Batch, top_n: int
-) -> Logprobs:
+def prompt_logprobs(model: Model, ops: Ops, hidden: Tensor, batch: Batch, top_n: int) -> Logprobs:
     """Log-probabilities of the prompt's own tokens at ``batch.prompt_rows``, in bounded memory."""
 
     def logits_of(start: int, end: int) -> Tensor:

@@ -49,7 +49,9 @@ ENGINE_TEXTS = {
 
 def add_engine_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
     """Add ``--config``, and every option of loading and of the engine but those ``without``."""
-    parser.add_argument("--config", metavar="FILE", help="TOML file with tables [load] and [engine]")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with tables [load] and [engine]"
+    )
     options.add_options(parser, "model", LoadOptions, LOAD_TEXTS)
     texts = {name: text for name, text in ENGINE_TEXTS.items() if name not in without}
     options.add_options(parser, "engine", EngineConfig, texts)

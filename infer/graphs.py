@@ -159,7 +159,7 @@ def views(
     inputs: Tensor, shape: Shape, block_tables: Tensor, max_seqlen_k: int
 ) -> tuple[Batch, dict[str, Tensor]]:
     """The packed inputs as a batch, and the block-table changes beside it."""
-    parts = dict(zip(FIELDS, inputs.split(list(shape.sizes().values())), strict=True))
+    parts = dict(zip(FIELDS, torch.split(inputs, list(shape.sizes().values())), strict=True))
     meta = AttentionMeta(
         positions=parts["positions"],
         slot_mapping=parts["slot_mapping"],
@@ -245,7 +245,7 @@ def capture(
     def body() -> tuple[Tensor | None, Tensor | None]:
         return run_step(model, ops, kv, rows, inputs, limits, shape, sampling=sampling)
 
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         body()
@@ -268,7 +268,7 @@ def warm_up(
 
     @torch.inference_mode()
     def run(shape: Shape) -> None:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             inputs = torch.from_numpy(make_layout(shape, limits).template).to(device)
             run_step(model, ops, kv, rows, inputs, limits, shape, sampling=True)
             torch.cuda.current_stream(device).synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -90,7 +91,7 @@ def _decided(model: Model, config: EngineConfig, ops: Ops) -> EngineConfig:
     """``config`` with every None filled in; lengths and memory agree."""
     cuda = model.device.type == "cuda"
     defaults = CUDA_DEFAULTS if cuda else CPU_DEFAULTS
-    changes = {k: v for k, v in defaults.items() if getattr(config, k) is None}
+    changes: dict[str, Any] = {k: v for k, v in defaults.items() if getattr(config, k) is None}
     seqs = config.max_num_seqs or changes["max_num_seqs"]
     if "max_num_batched_tokens" in changes:
         changes["max_num_batched_tokens"] = max(changes["max_num_batched_tokens"], seqs)

@@ -48,8 +48,6 @@ def allocate(
     )
 
 
-def bytes_per_token(
-    num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
+def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """KV bytes of one position: layers x (K and V) x heads x head_dim x item size."""
     return num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize

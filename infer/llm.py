@@ -21,6 +21,7 @@ from infer.loading import load
 from infer.model import Model
 from infer.outputs import Delta, OutputBuilder, RequestOutput
 from infer.presets import find_preset
+from infer.report import Report
 from infer.state import EngineState, Ticket
 from infer.types import Request, SamplingParams
 
@@ -33,7 +34,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 def advance(
     model: Model, state: EngineState, tickets: tuple[Ticket, ...]
-) -> tuple[EngineState, tuple[Ticket, ...], list[engine.Report]]:
+) -> tuple[EngineState, tuple[Ticket, ...], list[Report]]:
     """One turn of the pipelined loop: launch a step, then collect all but the newest ``depth``.
 
     A step that stalled, or computed nothing, lets every launched step be collected first.
@@ -189,9 +190,7 @@ class LLM:
                 param="params",
             )
         return [
-            Request(
-                request_id=f"llm-{next(self._ids)}", prompt_token_ids=tuple(prompt), params=one
-            )
+            Request(request_id=f"llm-{next(self._ids)}", prompt_token_ids=tuple(prompt), params=one)
             for prompt, one in zip(ids, params, strict=True)
         ]
 
@@ -202,11 +201,9 @@ class LLM:
             raise StateError("this LLM's state has requests of its own; step it to its end first")
         arrival = time.monotonic()
         self.state = engine.submit(self.state, requests)
-        return {
-            r.request_id: OutputBuilder(r, self.model.tokenizer, arrival) for r in requests
-        }
+        return {r.request_id: OutputBuilder(r, self.model.tokenizer, arrival) for r in requests}
 
-    def _steps(self, builders: Mapping[str, OutputBuilder]) -> Iterator[engine.Report]:
+    def _steps(self, builders: Mapping[str, OutputBuilder]) -> Iterator[Report]:
         """Run to the end; however this is left, nothing of the requests stays behind."""
         tickets: tuple[Ticket, ...] = ()
         try:
@@ -221,9 +218,7 @@ class LLM:
         finally:
             self._drain(builders, tickets)
 
-    def _drain(
-        self, builders: Mapping[str, OutputBuilder], tickets: tuple[Ticket, ...]
-    ) -> None:
+    def _drain(self, builders: Mapping[str, OutputBuilder], tickets: tuple[Ticket, ...]) -> None:
         with deferred_interrupt():
             for name in builders:
                 self.state = engine.abort(self.state, name)
@@ -234,9 +229,7 @@ class LLM:
         builders = self._start(requests)
         by_token = any(r.params.logprobs is not None for r in requests)
         num_tokens, started = 0, time.monotonic()
-        with tqdm(
-            total=len(requests), unit="req", desc="Generating", disable=not progress
-        ) as bar:
+        with tqdm(total=len(requests), unit="req", desc="Generating", disable=not progress) as bar:
             for report in self._steps(builders):
                 _take(report, builders, by_token)
                 num_tokens += report.stats.num_generated_tokens
@@ -257,9 +250,7 @@ class LLM:
                     yield delta
 
 
-def _take(
-    report: engine.Report, builders: Mapping[str, OutputBuilder], by_token: bool
-) -> None:
+def _take(report: Report, builders: Mapping[str, OutputBuilder], by_token: bool) -> None:
     """Hand a step's results to their requests; token by token only where that is needed."""
     if by_token:
         for event in report.events:

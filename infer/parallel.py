@@ -1,11 +1,60 @@
-"""Tensor parallelism as a value: which shard this process holds and how to combine shards."""
+"""Tensor parallelism as a value: which shard this process holds and how to combine shards.
+
+All collectives are functional: they return new tensors and leave their arguments alone, so they can
+be compiled, and captured in CUDA Graphs.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from infer.config import EngineConfig
+    from infer.lockstep import Outside
+
+
+class Link(Protocol):
+    """What binds the ranks of a group: one leads, the others do what it does.
+
+    Without a link every rank is driven by its own program, which must be the same on all of them.
+    """
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank's program decides what all ranks do."""
+
+    def touch(self) -> None:
+        """Note progress inside a guarded block."""
+
+    def check(self) -> None:
+        """Raise EngineError if the group has failed; for loops that wait for a device."""
+
+    def guard(self, what: str) -> AbstractContextManager[None]:
+        """A block that all ranks run together, against a deadline; an error in it ends them all.
+
+        Raises:
+            EngineError: another rank failed; the message names it and the cause.
+        """
+
+    def opening(self, config: EngineConfig) -> AbstractContextManager[Outside | None]:
+        """A block in which all ranks make an engine; no deadline.
+
+        Gives what the leading rank keeps for its followers, None on a follower.
+        """
+
+    def launching(self, outside: Outside, step: int, host: Any) -> None:
+        """Tell the followers to launch a step after what happened outside since the last."""
+
+    def collecting(self, outside: Outside, step: int) -> None:
+        """Tell the followers to collect a step."""
+
+    def close(self) -> None:
+        """End the followers. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +64,55 @@ class TP:
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed process group, None when size is 1
+    link: Link | None = None
+
+
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def all_reduce(x: Tensor, tp: TP) -> Tensor:
     """Sum ``x`` over the ranks of ``tp``; the tensor itself when there is one rank."""
     if tp.size == 1:
         return x
-    from torch.distributed import _functional_collectives as funcol
+    _touch(tp)
+    ops = torch.ops._c10d_functional
+    total: Tensor = ops.wait_tensor(ops.all_reduce(x, "sum", tp.group.group_name))
+    return total
 
-    return funcol.all_reduce(x, "sum", tp.group)
+
+def all_gather(x: Tensor, tp: TP) -> Tensor:
+    """``x`` of every rank in order: ``[size, *x.shape]``."""
+    if tp.size == 1:
+        return x.unsqueeze(0)
+    _touch(tp)
+    ops = torch.ops._c10d_functional
+    flat = x.contiguous().view(-1)
+    every: Tensor = ops.wait_tensor(
+        ops.all_gather_into_tensor(flat, tp.size, tp.group.group_name)
+    )
+    return every.view(tp.size, *x.shape)
+
+
+def lowest(value: int, tp: TP, device: torch.device) -> int:
+    """The smallest ``value`` of any rank, for numbers that all must agree on."""
+    if tp.size == 1:
+        return value
+    return int(all_gather(torch.tensor(value, device=device), tp).min())
+
+
+def _touch(tp: TP) -> None:
+    if tp.link is not None and not torch.compiler.is_compiling():
+        tp.link.touch()
+
+
+# --- keeping in step ------------------------------------------------------------------------------
+
+
+def guarded(tp: TP, what: str) -> AbstractContextManager[None]:
+    """``tp.link.guard``, or nothing when no link watches the ranks."""
+    return nullcontext() if tp.link is None else tp.link.guard(what)
+
+
+def opening(tp: TP, config: EngineConfig) -> AbstractContextManager[Outside | None]:
+    """``tp.link.opening``, or nothing when there is no link."""
+    return nullcontext() if tp.link is None else tp.link.opening(config)

@@ -27,7 +27,9 @@ class LogprobArrays:
 
     def rows(self, index: Int32 | slice) -> LogprobArrays:
         """The same for some of the tokens."""
-        return LogprobArrays(self.chosen[index], self.rank[index], self.top_ids[index], self.top[index])
+        return LogprobArrays(
+            self.chosen[index], self.rank[index], self.top_ids[index], self.top[index]
+        )
 
     def entry(self, i: int, token_id: int, top_n: int) -> tuple[Logprob, tuple[Logprob, ...]]:
         """Token i's own log-probability and its ``top_n`` alternatives."""
@@ -71,7 +73,8 @@ class Report:
         for i, (request, choice, token) in enumerate(
             zip(a.requests, a.choices.tolist(), a.tokens.tolist(), strict=True)
         ):
-            own, best = None, ()
+            own: Logprob | None = None
+            best: tuple[Logprob, ...] = ()
             wanted = request.params.logprobs
             if self.logprobs is not None and wanted is not None:
                 own, best = self.logprobs.entry(int(a.sampled[i]), token, wanted)

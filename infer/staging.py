@@ -35,7 +35,7 @@ class Staging:
     def __init__(self, device: torch.device, capacity: int) -> None:
         self._device = device
         self._buffers = [self._pinned(capacity) for _ in range(SLOTS)]
-        self._events = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._events = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._next = 0
 
     @staticmethod
@@ -83,7 +83,7 @@ class Returns:
         self._buffers = [
             torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(SLOTS)
         ]
-        self._events = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._events = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._next = 0
 
     def start(self, results: Tensor) -> tuple[Int32, torch.cuda.Event]:

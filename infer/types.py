@@ -110,7 +110,8 @@ class SamplingParams:
         )
         for text in self.stop:
             _check(
-                isinstance(text, str) and 0 < len(text.encode("utf-8", "replace")) <= MAX_STOP_BYTES,
+                isinstance(text, str)
+                and 0 < len(text.encode("utf-8", "replace")) <= MAX_STOP_BYTES,
                 "stop",
                 text,
                 f"non-empty strings of at most {MAX_STOP_BYTES} bytes",

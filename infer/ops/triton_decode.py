@@ -15,11 +15,13 @@ from torch import Tensor
 from infer.ops.triton_common import (
     LOG2E,
     MASKED,
+    ahead_pieces,
     await_predecessor,
     dot,
     dot_precision,
     launch_options,
     next_power_of_2,
+    prefetch_ahead,
     release_successor,
 )
 from infer.ops.triton_plan import DecodePlan
@@ -37,23 +39,23 @@ class FusedInput:
 
 
 @triton.jit
-def _load_heads(ptr, norm_ptr, heads, real, cos, sin, eps,
-                HALF: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
-    """Load ``[heads, 2 * HALF]`` as float32 halves; FUSED normalises (with NORM) and rotates."""
-    cols = tl.arange(0, HALF)
-    where = ptr + heads[:, None] * (2 * HALF) + cols[None, :]
-    lo = tl.load(where, mask=real[:, None], other=0.0).to(tl.float32)
-    hi = tl.load(where + HALF, mask=real[:, None], other=0.0).to(tl.float32)
-    if FUSED:
-        if NORM:
-            mean = tl.sum(lo * lo + hi * hi, axis=1) / (2 * HALF)
-            scale = tl.rsqrt(mean + eps)[:, None]
-            lo = lo * scale * tl.load(norm_ptr + cols).to(tl.float32)[None, :]
-            hi = hi * scale * tl.load(norm_ptr + HALF + cols).to(tl.float32)[None, :]
-        turned = lo * cos[None, :] - hi * sin[None, :]
-        hi = hi * cos[None, :] + lo * sin[None, :]
-        lo = turned
-    return lo, hi
+def _load_heads(ptr, heads, real, HALF: tl.constexpr):
+    """Load ``[heads, 2 * HALF]`` as float32 halves."""
+    where = ptr + heads[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    lo = tl.load(where, mask=real[:, None], other=0.0)
+    hi = tl.load(where + HALF, mask=real[:, None], other=0.0)
+    return lo.to(tl.float32), hi.to(tl.float32)
+
+
+@triton.jit
+def _norm_rotate(lo, hi, norm_lo, norm_hi, cos, sin, eps, HALF: tl.constexpr, NORM: tl.constexpr):
+    """RMSNorm each head (with NORM), then rotate its halves."""
+    if NORM:
+        mean = tl.sum(lo * lo + hi * hi, axis=1) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)[:, None]
+        lo = lo * scale * norm_lo[None, :]
+        hi = hi * scale * norm_hi[None, :]
+    return lo * cos[None, :] - hi * sin[None, :], hi * cos[None, :] + lo * sin[None, :]
 
 
 @triton.jit
@@ -147,34 +149,78 @@ def _merge_chunks(
 
 
 @triton.jit
+def _dot_tile(
+    top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Count a tile into softmax states ``[ROWS]``, ``[ROWS, HALF]`` with tensor cores."""
+    s = dot(q_lo, tl.trans(k_lo), tl.zeros([q_lo.shape[0], k_lo.shape[0]], tl.float32), PRECISION)
+    s = dot(q_hi, tl.trans(k_hi), s, PRECISION) * log_scale
+    s = tl.where(valid[None, :], s, MASKED)
+    new_top = tl.maximum(top, tl.max(s, axis=1))
+    keep = tl.exp2(top - new_top)
+    p = tl.where(valid[None, :], tl.exp2(s - new_top[:, None]), 0.0)
+    total = total * keep + tl.sum(p, axis=1)
+    acc_lo = dot(p.to(v_lo.dtype), v_lo, acc_lo * keep[:, None], PRECISION)
+    acc_hi = dot(p.to(v_lo.dtype), v_hi, acc_hi * keep[:, None], PRECISION)
+    return new_top, total, acc_lo, acc_hi
+
+
+@triton.jit
 def _attend_dot(
     q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, k_cache, v_cache, table, begin, low, end,
     head_offset, log_scale,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go over a chunk with tensor cores; the first tile is loaded already."""
+    """Go over a chunk with tensor cores. See ``DecodeConfig.stages``."""
     top = tl.full([ROWS], MASKED, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc_lo = tl.zeros([ROWS, HALF], tl.float32)
     acc_hi = tl.zeros([ROWS, HALF], tl.float32)
-    for start in range(begin, end, TILE):
-        next_k_lo, next_k_hi, next_v_lo, next_v_hi, next_valid = _load_tile(
-            k_cache, v_cache, table, start + TILE, low, end, head_offset,
-            TILE, BLOCK_SIZE, ROW, HALF,
-        )  # fmt: skip
-        s = dot(q_lo, tl.trans(k_lo), tl.zeros([ROWS, TILE], tl.float32), PRECISION)
-        s = dot(q_hi, tl.trans(k_hi), s, PRECISION) * log_scale
-        s = tl.where(valid[None, :], s, MASKED)
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        keep = tl.exp2(top - new_top)
-        p = tl.where(valid[None, :], tl.exp2(s - new_top[:, None]), 0.0)
-        total = total * keep + tl.sum(p, axis=1)
-        acc_lo = dot(p.to(v_lo.dtype), v_lo, acc_lo * keep[:, None], PRECISION)
-        acc_hi = dot(p.to(v_lo.dtype), v_hi, acc_hi * keep[:, None], PRECISION)
-        top = new_top
-        k_lo, k_hi, v_lo, v_hi, valid = next_k_lo, next_k_hi, next_v_lo, next_v_hi, next_valid
+    if STAGES >= 2:
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            k_lo, k_hi, v_lo, v_hi, valid = _load_tile(
+                k_cache, v_cache, table, start, low, end, head_offset, TILE, BLOCK_SIZE, ROW, HALF
+            )
+            top, total, acc_lo, acc_hi = _dot_tile(
+                top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
+                PRECISION,
+            )  # fmt: skip
+    else:
+        for start in range(begin, end, TILE):
+            top, total, acc_lo, acc_hi = _dot_tile(
+                top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
+                PRECISION,
+            )  # fmt: skip
+            k_lo, k_hi, v_lo, v_hi, valid = _load_tile(
+                k_cache, v_cache, table, start + TILE, low, end, head_offset,
+                TILE, BLOCK_SIZE, ROW, HALF,
+            )  # fmt: skip
     return top, total, acc_lo, acc_hi
+
+
+@triton.jit
+def _lanes_tile(
+    top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Count a tile into the lanes' softmax states, tuples of ``[TILE]``, ``[TILE, HALF]``."""
+    new_top = ()
+    new_total = ()
+    new_lo = ()
+    new_hi = ()
+    for g in tl.static_range(GROUP):
+        product = q_lo[g] * k_lo.to(tl.float32) + q_hi[g] * k_hi.to(tl.float32)
+        s = tl.where(valid, tl.sum(product, axis=1) * log_scale, MASKED)
+        t = tl.maximum(top[g], s)
+        keep = tl.exp2(top[g] - t)
+        p = tl.where(valid, tl.exp2(s - t), 0.0)
+        new_top += (t,)
+        new_total += (total[g] * keep + p,)
+        new_lo += (acc_lo[g] * keep[:, None] + p[:, None] * v_lo.to(tl.float32),)
+        new_hi += (acc_hi[g] * keep[:, None] + p[:, None] * v_hi.to(tl.float32),)
+    return new_top, new_total, new_lo, new_hi
 
 
 @triton.jit
@@ -182,7 +228,7 @@ def _attend_lanes(
     q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, k_cache, v_cache, table, begin, low, end,
     head_offset, log_scale,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Go over a chunk with multiply-adds: every lane of the tile keeps a softmax of its own.
 
@@ -197,27 +243,26 @@ def _attend_lanes(
         total += (tl.zeros([TILE], tl.float32),)
         acc_lo += (tl.zeros([TILE, HALF], tl.float32),)
         acc_hi += (tl.zeros([TILE, HALF], tl.float32),)
-    for start in range(begin, end, TILE):
-        next_k_lo, next_k_hi, next_v_lo, next_v_hi, next_valid = _load_tile(
-            k_cache, v_cache, table, start + TILE, low, end, head_offset,
-            TILE, BLOCK_SIZE, ROW, HALF,
-        )  # fmt: skip
-        new_top = ()
-        new_total = ()
-        new_lo = ()
-        new_hi = ()
-        for g in tl.static_range(GROUP):
-            product = q_lo[g] * k_lo.to(tl.float32) + q_hi[g] * k_hi.to(tl.float32)
-            s = tl.where(valid, tl.sum(product, axis=1) * log_scale, MASKED)
-            t = tl.maximum(top[g], s)
-            keep = tl.exp2(top[g] - t)
-            p = tl.where(valid, tl.exp2(s - t), 0.0)
-            new_top += (t,)
-            new_total += (total[g] * keep + p,)
-            new_lo += (acc_lo[g] * keep[:, None] + p[:, None] * v_lo.to(tl.float32),)
-            new_hi += (acc_hi[g] * keep[:, None] + p[:, None] * v_hi.to(tl.float32),)
-        top, total, acc_lo, acc_hi = new_top, new_total, new_lo, new_hi
-        k_lo, k_hi, v_lo, v_hi, valid = next_k_lo, next_k_hi, next_v_lo, next_v_hi, next_valid
+    if STAGES >= 2:
+        for start in tl.range(begin, end, TILE, num_stages=STAGES):
+            k_lo, k_hi, v_lo, v_hi, valid = _load_tile(
+                k_cache, v_cache, table, start, low, end, head_offset, TILE, BLOCK_SIZE, ROW, HALF
+            )
+            top, total, acc_lo, acc_hi = _lanes_tile(
+                top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
+                GROUP,
+            )  # fmt: skip
+    else:
+        for start in range(begin, end, TILE):
+            next_k_lo, next_k_hi, next_v_lo, next_v_hi, next_valid = _load_tile(
+                k_cache, v_cache, table, start + TILE, low, end, head_offset,
+                TILE, BLOCK_SIZE, ROW, HALF,
+            )  # fmt: skip
+            top, total, acc_lo, acc_hi = _lanes_tile(
+                top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
+                GROUP,
+            )  # fmt: skip
+            k_lo, k_hi, v_lo, v_hi, valid = next_k_lo, next_k_hi, next_v_lo, next_v_hi, next_valid
     return top, total, acc_lo, acc_hi
 
 
@@ -236,9 +281,11 @@ def _meet_lanes(top, total, acc_lo, acc_hi):
 def _decode_kernel(
     out_ptr, q_ptr, q_stride, k_cache, v_cache, q_norm, k_norm, cos_sin, slot_mapping,
     block_tables, table_stride, items, partial, maxima, sums, counters, eps, scale,
+    ahead, ahead_pieces,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr,
-    NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One item: a chunk of one sequence for one KV head and its query heads.
 
@@ -256,64 +303,87 @@ def _decode_kernel(
         context = tl.load(record + 2)
         begin = tl.load(record + 3)
         end = tl.load(record + 4)
+        seq = tl.load(record + 5)
         chunk = tl.load(record + 6)
         dtype = k_cache.dtype.element_ty
         low = 0
         if WINDOW > 0:
             low = tl.maximum(context - WINDOW, 0)
         halves = tl.arange(0, HALF)
-        cos = tl.zeros([HALF], tl.float32)
-        sin = tl.zeros([HALF], tl.float32)
+        zeros = tl.zeros([HALF], tl.float32)
+        cos, sin, qn_lo, qn_hi, kn_lo, kn_hi = zeros, zeros, zeros, zeros, zeros, zeros
+        slot = token
+        newest = False
         if FUSED:
             # The new position's K and V are in no cache yet.
+            newest = chunk == num_chunks - 1
             position = tl.maximum(context - 1, 0)
             end = tl.minimum(end, position)
             cos = tl.load(cos_sin + position.to(tl.int64) * DIM + halves)
             sin = tl.load(cos_sin + position.to(tl.int64) * DIM + HALF + halves)
+            slot = tl.load(slot_mapping + token).to(tl.int64)
+            if NORM:
+                qn_lo = tl.load(q_norm + halves).to(tl.float32)
+                qn_hi = tl.load(q_norm + HALF + halves).to(tl.float32)
+                kn_lo = tl.load(k_norm + halves).to(tl.float32)
+                kn_hi = tl.load(k_norm + HALF + halves).to(tl.float32)
+        last = end if STAGES < 2 else begin  # smem stages load the first tile themselves
         k_lo, k_hi, v_lo, v_hi, valid = _load_tile(
-            k_cache, v_cache, table, begin, low, end, head * DIM, TILE, BLOCK_SIZE, HEADS * DIM, HALF
+            k_cache, v_cache, table, begin, low, last, head * DIM,
+            TILE, BLOCK_SIZE, HEADS * DIM, HALF,
+        )  # fmt: skip
+        prefetch_ahead(
+            ahead, ahead_pieces, item * HEADS + head, tl.num_programs(1) * HEADS, THREADS, PDL
         )
         await_predecessor(PDL)
 
+        # All loads first: what follows waits for one round trip.
         one = tl.zeros([1], tl.int32)
-        nk_lo = tl.zeros([1, HALF], tl.float32)
-        nk_hi = tl.zeros([1, HALF], tl.float32)
-        nv_lo = tl.zeros([1, HALF], tl.float32)
-        nv_hi = tl.zeros([1, HALF], tl.float32)
-        newest = False
-        if FUSED:
-            newest = chunk == num_chunks - 1
-            if newest:
-                kv_row = q_ptr + token * q_stride + (HEADS * GROUP + head) * DIM
-                nk_lo, nk_hi = _load_heads(
-                    kv_row, k_norm, one, one == 0, cos, sin, eps, HALF, FUSED, NORM
-                )
-                nv_lo, nv_hi = _load_heads(
-                    kv_row + HEADS * DIM, k_norm, one, one == 0, cos, sin, eps, HALF, False, False
-                )
-                slot = tl.load(slot_mapping + token).to(tl.int64)
-                cell = slot * HEADS * DIM + head * DIM + one[:, None] + halves[None, :]
-                tl.store(k_cache + cell, nk_lo.to(dtype))
-                tl.store(k_cache + cell + HALF, nk_hi.to(dtype))
-                tl.store(v_cache + cell, nv_lo.to(dtype))
-                tl.store(v_cache + cell + HALF, nv_hi.to(dtype))
-                nk_lo = nk_lo.to(dtype).to(tl.float32)
-                nk_hi = nk_hi.to(dtype).to(tl.float32)
-
-        log_scale = scale * LOG2E
-        alone = num_chunks == 1
         q_row = q_ptr + token * q_stride + head * GROUP * DIM
-        out_row = out_ptr + (token * HEADS + head) * GROUP * DIM
-        cell0 = (item * HEADS + head) * GROUP
+        nk_lo, nk_hi = tl.zeros([1, HALF], tl.float32), tl.zeros([1, HALF], tl.float32)
+        nv_lo, nv_hi = nk_lo, nk_hi
+        if FUSED:
+            kv_row = q_ptr + token * q_stride + (HEADS * GROUP + head) * DIM
+            nk_lo, nk_hi = _load_heads(kv_row, one, one == 0, HALF)
+            nv_lo, nv_hi = _load_heads(kv_row + HEADS * DIM, one, one == 0, HALF)
         if DOT:
             rows = tl.arange(0, ROWS)
             real = rows < GROUP
-            q_lo, q_hi = _load_heads(q_row, q_norm, rows, real, cos, sin, eps, HALF, FUSED, NORM)
+            q_lo, q_hi = _load_heads(q_row, rows, real, HALF)
+            if FUSED:
+                q_lo, q_hi = _norm_rotate(q_lo, q_hi, qn_lo, qn_hi, cos, sin, eps, HALF, NORM)
             q_lo, q_hi = q_lo.to(dtype), q_hi.to(dtype)
+        else:
+            q_los = ()
+            q_his = ()
+            for g in tl.static_range(GROUP):
+                lo, hi = _load_heads(q_row, one + g, one == 0, HALF)
+                q_los += (lo,)
+                q_his += (hi,)
+            if FUSED:
+                turned_lo = ()
+                turned_hi = ()
+                for g in tl.static_range(GROUP):
+                    lo, hi = _norm_rotate(
+                        q_los[g], q_his[g], qn_lo, qn_hi, cos, sin, eps, HALF, NORM
+                    )
+                    turned_lo += (lo,)
+                    turned_hi += (hi,)
+                q_los, q_his = turned_lo, turned_hi
+        if FUSED:
+            nk_lo, nk_hi = _norm_rotate(nk_lo, nk_hi, kn_lo, kn_hi, cos, sin, eps, HALF, NORM)
+            # As later steps will read it.
+            nk_lo, nk_hi = nk_lo.to(dtype).to(tl.float32), nk_hi.to(dtype).to(tl.float32)
+
+        log_scale = scale * LOG2E
+        alone = num_chunks == 1
+        out_row = out_ptr + (token * HEADS + head) * GROUP * DIM
+        cell0 = (item * HEADS + head) * GROUP
+        if DOT:
             top, total, acc_lo, acc_hi = _attend_dot(
                 q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, k_cache, v_cache, table,
                 begin, low, end, head * DIM, log_scale,
-                TILE, BLOCK_SIZE, HEADS * DIM, HALF, ROWS, PRECISION,
+                TILE, BLOCK_SIZE, HEADS * DIM, HALF, ROWS, STAGES, PRECISION,
             )  # fmt: skip
             if FUSED:
                 if newest:
@@ -326,18 +396,10 @@ def _decode_kernel(
                 top, total, acc_lo, acc_hi, HALF,
             )  # fmt: skip
         else:
-            q_los = ()
-            q_his = ()
-            for g in tl.static_range(GROUP):
-                lo, hi = _load_heads(
-                    q_row, q_norm, one + g, one == 0, cos, sin, eps, HALF, FUSED, NORM
-                )
-                q_los += (lo,)
-                q_his += (hi,)
             tops, totals, accs_lo, accs_hi = _attend_lanes(
                 q_los, q_his, k_lo, k_hi, v_lo, v_hi, valid, k_cache, v_cache, table,
                 begin, low, end, head * DIM, log_scale,
-                TILE, BLOCK_SIZE, HEADS * DIM, HALF, GROUP,
+                TILE, BLOCK_SIZE, HEADS * DIM, HALF, GROUP, STAGES,
             )  # fmt: skip
             for g in tl.static_range(GROUP):
                 top, total, acc_lo, acc_hi = _meet_lanes(
@@ -354,10 +416,17 @@ def _decode_kernel(
                     top, total, acc_lo, acc_hi, HALF,
                 )  # fmt: skip
 
+        if FUSED:
+            if newest:
+                cell = slot * HEADS * DIM + head * DIM + one[:, None] + halves[None, :]
+                tl.store(k_cache + cell, nk_lo.to(dtype))
+                tl.store(k_cache + cell + HALF, nk_hi.to(dtype))
+                tl.store(v_cache + cell, nv_lo.to(dtype))
+                tl.store(v_cache + cell + HALF, nv_hi.to(dtype))
         if num_chunks > 1:
             # Every thread's partial results come before the count that publishes them.
             tl.debug_barrier()
-            counter = counters + tl.load(record + 5) * HEADS + head
+            counter = counters + seq * HEADS + head
             arrived = tl.atomic_add(counter, 1, sem="acq_rel")
             if arrived == num_chunks - 1:
                 tl.store(counter, 0)
@@ -366,6 +435,9 @@ def _decode_kernel(
                     out_row, partial, maxima, sums, first_cell, num_chunks, HEADS, GROUP, DIM, 16
                 )
     else:
+        prefetch_ahead(
+            ahead, ahead_pieces, item * HEADS + head, tl.num_programs(1) * HEADS, THREADS, PDL
+        )
         await_predecessor(PDL)
 
 
@@ -381,6 +453,7 @@ def decode_attention(
     scale: float,
     sliding_window: int | None = None,
     fused: FusedInput | None = None,
+    ahead: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Attend from one query position a sequence to its whole context; write ``out``.
@@ -392,6 +465,7 @@ def decode_attention(
             K and V are in the cache already.
         k_cache, v_cache: ``[num_blocks + 1, block_size, num_kv_heads, head_dim]``; written at
             ``slot_mapping`` with ``fused``.
+        ahead: weights that a later kernel needs, to be brought into the L2 meanwhile.
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     group = num_heads // num_kv_heads
@@ -406,8 +480,9 @@ def decode_attention(
         block_tables, block_tables.stride(0),
         plan.items, plan.partial, plan.maxima, plan.sums, plan.counters,
         0.0 if fused is None else fused.eps, scale,
+        unused if ahead is None else ahead, ahead_pieces(ahead),
         HEADS=num_kv_heads, GROUP=group, ROWS=max(next_power_of_2(group), 16),
         HALF=head_dim // 2, BLOCK_SIZE=block_size, TILE=config.tile, WINDOW=sliding_window or 0,
         FUSED=fused is not None, NORM=norm, DOT=config.use_dot, PRECISION=dot_precision(q.dtype),
-        PDL=pdl, num_warps=config.num_warps, **launch_options(pdl),
+        STAGES=config.stages, THREADS=config.num_warps * 32, PDL=pdl, num_warps=config.num_warps, **launch_options(pdl),
     )  # fmt: skip

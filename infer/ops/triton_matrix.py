@@ -14,12 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from infer.ops.triton_common import (
+    ahead_pieces,
     await_predecessor,
     cdiv,
     dot,
     dot_precision,
     launch_options,
     next_power_of_2,
+    prefetch_ahead,
     prefetch_l2,
     release_successor,
 )
@@ -58,23 +60,21 @@ def matrix_config(
 
 
 @triton.jit
-def prefetch_rows(w_ptr, first_row, num_rows, first_k, SIZE_K: tl.constexpr, ROWS: tl.constexpr,
-                  SPAN: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Ask for ``[ROWS, SPAN]`` weights, every thread for a piece of a row."""
+def _prefetch_rows(w_ptr, first_row, num_rows, first_k, SIZE_K: tl.constexpr, ROWS: tl.constexpr,
+                   SPAN: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Ask for ``[ROWS, SPAN]`` weights, a thread for a row."""
     BYTES: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    PIECES: tl.constexpr = THREADS // ROWS
-    if PDL and (THREADS % ROWS == 0) and (SPAN * BYTES % (PIECES * 16) == 0):
+    if PDL and SIZE_K % SPAN == 0 and SPAN * BYTES % 16 == 0:
         index = tl.arange(0, THREADS)
-        row = first_row + index // PIECES
-        row = tl.minimum(row, num_rows - 1).to(tl.int64)
-        where = w_ptr + row * SIZE_K + first_k + index % PIECES * (SPAN // PIECES)
-        size = tl.full([THREADS], SPAN // PIECES * BYTES, tl.int32)
-        prefetch_l2(where.to(tl.int64), size, PDL)
+        row = first_row + index
+        size = tl.where((index < ROWS) & (row < num_rows), SPAN * BYTES, 0)
+        where = w_ptr + row.to(tl.int64) * SIZE_K + first_k
+        prefetch_l2(where.to(tl.int64), size)
 
 
 @triton.jit
 def _matrix_kernel(
-    x_ptr, x_stride, w_ptr, bias_ptr, out_ptr, num_rows,
+    x_ptr, x_stride, w_ptr, bias_ptr, out_ptr, num_rows, ahead, ahead_pieces,
     SIZE_N: tl.constexpr, SIZE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPAN: tl.constexpr, PARTIAL: tl.constexpr, SWIGLU: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
@@ -85,12 +85,16 @@ def _matrix_kernel(
     part = tl.program_id(2)
     first_k = part * SPAN
     if SWIGLU:
-        prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
-        prefetch_rows(
+        _prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
+        _prefetch_rows(
             w_ptr, first_n + SIZE_N, 2 * SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL
         )
     else:
-        prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
+        _prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
+    programs = tl.num_programs(0) * tl.num_programs(2)
+    if tl.program_id(1) == 0:
+        program = tl.program_id(0) + part * tl.num_programs(0)
+        prefetch_ahead(ahead, ahead_pieces, program, programs, THREADS, PDL)
     await_predecessor(PDL)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first_n + tl.arange(0, BLOCK_N)
@@ -135,6 +139,7 @@ def matrix_linear(
     *,
     bias: Tensor | None = None,
     swiglu: bool = False,
+    ahead: Tensor | None = None,
     config: MatrixConfig,
     pdl: bool = False,
 ) -> None:
@@ -142,6 +147,7 @@ def matrix_linear(
 
     ``x`` is ``[rows, K]``; ``weight`` ``[N, K]``, or with ``swiglu`` ``[2 N, K]``, gate rows first.
     ``out`` is ``[rows, N]``, or f32[split, rows, N]: then neither bias nor swiglu is possible.
+    ``ahead`` are weights that a later kernel needs, to be brought into the L2 meanwhile.
     """
     rows, size_k = x.shape
     size_n = weight.shape[0] // 2 if swiglu else weight.shape[0]
@@ -151,6 +157,7 @@ def matrix_linear(
     grid = (cdiv(size_n, config.block_n), cdiv(rows, config.block_m), config.split)
     _matrix_kernel[grid](
         x, x.stride(0), weight, weight if bias is None else bias, out, rows,
+        weight if ahead is None else ahead, ahead_pieces(ahead),
         SIZE_N=size_n, SIZE_K=size_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, SPAN=span, PARTIAL=partial, SWIGLU=swiglu, BIAS=bias is not None,
         PRECISION=dot_precision(x.dtype), THREADS=config.num_warps * 32, PDL=pdl,

@@ -26,6 +26,7 @@ class DecodeConfig:
     use_dot: bool  # tensor cores, or multiply-adds (up to about four query heads a KV head)
     tile: int  # context positions a program loads at once
     num_warps: int
+    stages: int  # below 2: the first tile is loaded ahead of the predecessor's end; else this many
     min_chunk: int  # no chunk is shorter, so that short contexts need no combining
     chunks: int  # about how many chunks the step's whole context is cut into
 
@@ -38,10 +39,10 @@ def decode_config(num_seqs: int, num_heads: int, num_kv_heads: int, bits: int) -
     """The table of configurations."""
     use_dot = num_heads // num_kv_heads > 2
     if bits == 32:
-        return DecodeConfig(use_dot=use_dot, tile=16, num_warps=4, min_chunk=128, chunks=64)
+        return DecodeConfig(use_dot=use_dot, tile=16, num_warps=4, stages=1, min_chunk=128, chunks=64)
     if num_seqs <= 8:
-        return DecodeConfig(use_dot=True, tile=32, num_warps=4, min_chunk=64, chunks=32)
-    return DecodeConfig(use_dot=True, tile=32, num_warps=4, min_chunk=256, chunks=128)
+        return DecodeConfig(use_dot=True, tile=32, num_warps=4, stages=1, min_chunk=64, chunks=32)
+    return DecodeConfig(use_dot=True, tile=32, num_warps=4, stages=1, min_chunk=256, chunks=128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,21 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
 
+class ErrorDetail(BaseModel):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
 class DetokenizeBody(Body):
     """``POST /detokenize``."""
 

@@ -30,16 +30,33 @@ from infer.server.params import (
     tool_use_of,
     tools_of,
 )
-from infer.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from infer.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ErrorAnswer,
+    TokenizeBody,
+)
 from infer.server.services import Services
 from infer.types import Request as EngineRequest
+
+# For the OpenAPI document: what any route may answer, and what the routes with a body may.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer} for status in (401, 403, 404, 405, 500)
+}
+BODY_ERRORS: dict[int | str, dict[str, Any]] = ERRORS | {
+    status: {"model": ErrorAnswer} for status in (400, 408, 413, 415, 429, 503)
+}
+STREAMED: dict[int | str, dict[str, Any]] = BODY_ERRORS | {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
 
 
 def openai_routes(services: Services) -> APIRouter:
     """``/v1/...``."""
-    router = APIRouter(prefix="/v1", tags=["openai"])
+    router = APIRouter(prefix="/v1", tags=["openai"], responses=ERRORS)
 
-    @router.post("/completions", openapi_extra=_body(CompletionBody))
+    @router.post("/completions", openapi_extra=_body(CompletionBody), responses=STREAMED)
     async def completions(request: Request) -> Response:
         """Continue prompts of text or token ids."""
         record = record_of(request)
@@ -54,7 +71,7 @@ def openai_routes(services: Services) -> APIRouter:
 
         return Answer(work, record)
 
-    @router.post("/chat/completions", openapi_extra=_body(ChatBody))
+    @router.post("/chat/completions", openapi_extra=_body(ChatBody), responses=STREAMED)
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
         record = record_of(request)
@@ -84,9 +101,9 @@ def openai_routes(services: Services) -> APIRouter:
 
 def utility_routes(services: Services) -> APIRouter:
     """Health, metrics, and the tokenizer."""
-    router = APIRouter(tags=["server"])
+    router = APIRouter(tags=["server"], responses=ERRORS)
 
-    @router.get("/health")
+    @router.get("/health", responses={503: {"model": ErrorAnswer}})
     async def health() -> Response:
         """200 while the engine answers requests, else 503 with the cause."""
         state = services.client.health
@@ -94,7 +111,9 @@ def utility_routes(services: Services) -> APIRouter:
             return Response('{"status":"ok"}', 200, media_type="application/json")
         raise ApiError(503, state.cause or "not ready", kind="server_error", code="unhealthy")
 
-    @router.get("/metrics")
+    @router.get(
+        "/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    )
     async def metrics(request: Request) -> Response:
         """Prometheus or OpenMetrics, as the Accept header asks."""
         if services.render_metrics is None:
@@ -102,7 +121,7 @@ def utility_routes(services: Services) -> APIRouter:
         kind, content = services.render_metrics(request.headers.get("accept"))
         return Response(content, headers={"content-type": kind})
 
-    @router.post("/tokenize", openapi_extra=_body(TokenizeBody))
+    @router.post("/tokenize", openapi_extra=_body(TokenizeBody), responses=BODY_ERRORS)
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt, or of a conversation as the chat route would render it."""
         body = await read_body(request, TokenizeBody, services.config, services.pool)
@@ -112,7 +131,7 @@ def utility_routes(services: Services) -> APIRouter:
 
         return Answer(work, record_of(request))
 
-    @router.post("/detokenize", openapi_extra=_body(DetokenizeBody))
+    @router.post("/detokenize", openapi_extra=_body(DetokenizeBody), responses=BODY_ERRORS)
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
         body = await read_body(request, DetokenizeBody, services.config, services.pool)

@@ -1,0 +1,107 @@
+"""The ``peer`` workload: this engine and transformers' ``generate`` in turn, in one process."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+
+from infer.bench import Figure, random_prompts
+from infer.errors import ConfigError
+from infer.llm import LLM
+from infer.types import SamplingParams
+
+BATCHES = (1, 16)
+PROMPT_LEN, NUM_TOKENS, ROUNDS = 128, 64, 3
+_NAMES = ("purestep", "transformers")
+
+
+def bench_peer(llm: LLM) -> list[Figure]:
+    """Tokens a second and time to the first token beside transformers, at 1 and 16 requests.
+
+    transformers runs a static batch of equal lengths, its best case; prompts are the same. The two
+    take turns and the best round of each counts. ``detail`` holds the ratio.
+
+    Raises:
+        ConfigError: the model has no folder that transformers could load.
+    """
+    if llm.model.path is None:
+        raise ConfigError("the peer workload needs a checkpoint folder; random weights have none")
+    peer = _peer(llm)
+    rng = random.Random(3)
+    figures = []
+    for batch in BATCHES:
+        if batch > llm.state.limits.max_num_seqs:
+            continue
+        prompts = random_prompts(rng, 2 * ROUNDS * batch, PROMPT_LEN, 10_000)
+        best: dict[tuple[str, int], float] = {}
+        for _ in range(ROUNDS):
+            for tokens in (1, NUM_TOKENS):
+                chosen = [prompts.pop() for _ in range(batch)]
+                for name, run in (("purestep", _ours), ("transformers", _theirs)):
+                    seconds = run(llm, peer, chosen, tokens)
+                    key = (name, tokens)
+                    best[key] = min(seconds, best.get(key, seconds))
+        figures += _figures(batch, best)
+    return figures
+
+
+def _figures(batch: int, best: dict[tuple[str, int], float]) -> list[Figure]:
+    figures = []
+    speeds = {name: batch * NUM_TOKENS / best[name, NUM_TOKENS] for name in _NAMES}
+    for name in _NAMES:
+        ratio = speeds[name] / speeds["transformers"]
+        figures.append(
+            Figure(
+                workload="peer",
+                name=f"{name}, {batch} requests",
+                value=speeds[name],
+                unit="tok/s",
+                detail={"times_transformers": round(ratio, 2)},
+            )
+        )
+        figures.append(
+            Figure(
+                workload="peer",
+                name=f"{name}, {batch} requests, first token",
+                value=1e3 * best[name, 1],
+                unit="ms",
+                detail={"of_transformers": round(best[name, 1] / best["transformers", 1], 2)},
+            )
+        )
+    return figures
+
+
+def _peer(llm: LLM) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    assert llm.model.path is not None
+    model = AutoModelForCausalLM.from_pretrained(llm.model.path, dtype=llm.model.dtype)
+    return model.to(llm.model.device).eval()
+
+
+def _ours(llm: LLM, peer: Any, prompts: list[list[int]], tokens: int) -> float:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    started = time.perf_counter()
+    llm.generate(prompts, params, progress=False)
+    return time.perf_counter() - started
+
+
+@torch.inference_mode()
+def _theirs(llm: LLM, peer: Any, prompts: list[list[int]], tokens: int) -> float:
+    ids = torch.tensor(prompts, device=llm.model.device)
+    started = time.perf_counter()
+    peer.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return time.perf_counter() - started
