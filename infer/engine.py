@@ -19,7 +19,9 @@ from infer.commit import Accepted, commit
 from infer.errors import StateError
 from infer.host import Host
 from infer.hostbatch import build
+from infer.lockstep import Aborted, Forked, Happening, Outside, Submitted
 from infer.model import Model
+from infer.parallel import guarded
 from infer.plan import Plan
 from infer.report import LogprobArrays, Report
 from infer.schedule import schedule
@@ -35,7 +37,9 @@ def submit(state: EngineState, requests: Request | Iterable[Request]) -> EngineS
         StateError: this state was already advanced.
     """
     check_current(state)
-    return replace(state, host=hosts.submit(state.host, requests, state.limits))
+    batch = (requests,) if isinstance(requests, Request) else tuple(requests)
+    host = hosts.submit(state.host, batch, state.limits)
+    return replace(state, host=host, outside=_noted(state, Submitted(batch)))
 
 
 def abort(state: EngineState, request_id: str) -> EngineState:
@@ -44,7 +48,8 @@ def abort(state: EngineState, request_id: str) -> EngineState:
     An id that is not live changes nothing: it may have finished a moment ago.
     """
     check_current(state)
-    return replace(state, host=hosts.abort(state.host, request_id))
+    host = hosts.abort(state.host, request_id)
+    return replace(state, host=host, outside=_noted(state, Aborted(request_id)))
 
 
 def fork(state: EngineState, request_id: str, new_id: str) -> EngineState:
@@ -55,7 +60,8 @@ def fork(state: EngineState, request_id: str, new_id: str) -> EngineState:
         StateError: a step is in flight for the source, or this state was already advanced.
     """
     check_current(state)
-    return replace(state, host=hosts.fork(state.host, request_id, new_id, state.limits))
+    host = hosts.fork(state.host, request_id, new_id, state.limits)
+    return replace(state, host=host, outside=_noted(state, Forked(request_id, new_id)))
 
 
 def has_work(state: EngineState) -> bool:
@@ -66,9 +72,22 @@ def has_work(state: EngineState) -> bool:
 def launch(model: Model, state: EngineState) -> tuple[EngineState, Ticket]:
     """Schedule a step and hand it to the device, without waiting for its values.
 
-    If it raises, the given state is still good: nothing of the step was recorded.
+    If it raises, the given state is still good: nothing of the step was recorded. Not so where
+    ranks follow this one: then an error ends them all, and with them the model.
+
+    Raises:
+        StateError: this state was already advanced.
+        EngineError: another rank failed; the message names it and the cause.
     """
     check_current(state)
+    with guarded(model.tp, f"the launch of step {state.host.step}"):
+        if state.outside is not None and model.tp.link is not None:
+            model.tp.link.launching(state.outside, state.host.step, state.host)
+            state = replace(state, outside=state.outside.told())
+        return _launch(model, state)
+
+
+def _launch(model: Model, state: EngineState) -> tuple[EngineState, Ticket]:
     started = time.monotonic()
     plan, host = schedule(state.host, state.limits)
     batch = build(plan, host.seqs)
@@ -85,6 +104,7 @@ def collect(model: Model, state: EngineState, ticket: Ticket) -> tuple[EngineSta
 
     Raises:
         StateError: tickets are collected out of order or twice, or the state was already advanced.
+        EngineError: another rank failed; the message names it and the cause.
     """
     check_current(state)
     expected = state.host.step - state.host.in_flight
@@ -93,6 +113,14 @@ def collect(model: Model, state: EngineState, ticket: Ticket) -> tuple[EngineSta
             f"ticket of step {ticket.step} cannot be collected, step {expected} is next; "
             "collect every ticket once, in the order of the launches"
         )
+    with guarded(model.tp, f"step {ticket.step}"):
+        if state.outside is not None and model.tp.link is not None:
+            model.tp.link.collecting(state.outside, ticket.step)
+            state = replace(state, outside=state.outside.told())
+        return _collect(model, state, ticket)
+
+
+def _collect(model: Model, state: EngineState, ticket: Ticket) -> tuple[EngineState, Report]:
     values = ticket.pending.wait()
     ready = time.monotonic()
     token_bytes = model.tokenizer.token_bytes if model.tokenizer is not None else ()
@@ -124,6 +152,10 @@ def check_current(state: EngineState) -> None:
             f"this state (generation {state.generation}) was already advanced to generation "
             f"{state.runtime.generation}; continue from the newest, or take a snapshot to return"
         )
+
+
+def _noted(state: EngineState, event: Happening) -> Outside | None:
+    return None if state.outside is None else state.outside.noted(event)
 
 
 def _advanced(state: EngineState) -> EngineState:

@@ -6,6 +6,7 @@ be compiled, and captured in CUDA Graphs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,6 +41,9 @@ class Link(Protocol):
         Raises:
             EngineError: another rank failed; the message names it and the cause.
         """
+
+    def loading(self, tp: TP, options: Mapping[str, Any]) -> AbstractContextManager[TP]:
+        """A block in which all ranks load a model; no deadline. Gives the model's place."""
 
     def opening(self, config: EngineConfig) -> AbstractContextManager[Outside | None]:
         """A block in which all ranks make an engine; no deadline.
@@ -111,6 +115,11 @@ def _touch(tp: TP) -> None:
 def guarded(tp: TP, what: str) -> AbstractContextManager[None]:
     """``tp.link.guard``, or nothing when no link watches the ranks."""
     return nullcontext() if tp.link is None else tp.link.guard(what)
+
+
+def loading(tp: TP, options: Mapping[str, Any]) -> AbstractContextManager[TP]:
+    """``tp.link.loading``, or nothing when there is no link."""
+    return nullcontext(tp) if tp.link is None else tp.link.loading(tp, options)
 
 
 def opening(tp: TP, config: EngineConfig) -> AbstractContextManager[Outside | None]:

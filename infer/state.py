@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from infer.config import EngineConfig, Limits
 from infer.host import Host
 from infer.kv import KVCache
+from infer.lockstep import Outside
 from infer.plan import Plan
 from infer.report import LogprobArrays
 from infer.rows import RowState
@@ -32,6 +33,7 @@ class EngineState:
     limits: Limits
     config: EngineConfig  # with every open choice decided
     generation: int = 0  # must equal the runtime's; an older state was already advanced
+    outside: Outside | None = None  # what ranks that follow this one have yet to hear
     # parts of prompt log-probabilities by request id: (first position, values)
     prompt_parts: Mapping[str, tuple[tuple[int, LogprobArrays], ...]] = field(default_factory=dict)
 
