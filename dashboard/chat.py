@@ -34,6 +34,13 @@ purestep.list(element, {
   imported: (data) => trigger('imported', data),
 });
 """
+# Shown on narrow screens, where the side columns are folded away.
+TOGGLES = (
+    '<div class="panel-toggles"><button type="button" id="toggle-list" aria-expanded="false" '
+    "onclick=\"purestep.toggle('list')\">Conversations</button>"
+    '<button type="button" id="toggle-settings" aria-expanded="false" '
+    "onclick=\"purestep.toggle('settings')\">Settings</button></div>"
+)
 EMPTY = "### What shall we talk about?\nEverything stays on this machine."
 
 
@@ -54,12 +61,20 @@ class Parts:
 
 
 @dataclass(slots=True)
+class Turn:
+    """An answer being written for one browser tab."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    left: bool = False  # the tab shows something else by now
+
+
+@dataclass(slots=True)
 class ChatPage:
-    """The chat page of one application. ``running`` maps a browser tab's session to its stop."""
+    """The chat page of one application. ``running`` maps a browser tab's session to its turn."""
 
     api: EngineApi
     pacer: Pacer
-    running: dict[str, asyncio.Event] = field(default_factory=dict)
+    running: dict[str, Turn] = field(default_factory=dict)
     max_model_len: int | None = None
 
     def build(self) -> Parts:
@@ -122,10 +137,11 @@ class ChatPage:
         quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         p.box.stop(self._stop, None, None, **quick)
         p.bot.undo(self._undo, p.state, outputs, **quick)
-        p.fresh.click(lambda: [*self._shown(talks.new()), ""], None, [*outputs, p.system], **quick)
-        p.listing.open(self._open, None, [*outputs, p.system], **quick)
+        p.fresh.click(self._fresh, None, [*outputs, p.system], **quick)
+        said = {**quick, "queue": True, "concurrency_limit": None}  # they may have to warn
+        p.listing.open(self._open, None, [*outputs, p.system], **said)
+        p.listing.imported(_imported, None, p.saved, **said)
         p.listing.renamed(_renamed, p.state, p.state, **quick)
-        p.listing.imported(_imported, None, p.saved, **quick)
         p.saved.change(None, p.saved, None, js="(text) => { purestep.save(text); }")
 
     def start(
@@ -170,44 +186,60 @@ class ChatPage:
         if session in self.running:
             gr.Info("An answer is still being written; stop it first.")
             return
-        stop = self.running[session] = asyncio.Event()
-        box = gr.update(value="", submit_btn=False, stop_btn=True) if clear else gr.update(
-            submit_btn=False, stop_btn=True
-        )
+        turn = self.running[session] = Turn()
+        state = asked
+        keep = gr.skip()
         try:
+            box = gr.update(submit_btn=False, stop_btn=True, **({"value": ""} if clear else {}))
+            note = meter(None, "Waiting for the engine…")
+            yield [asked, display(asked), box, note, talks.to_json(asked)]
             messages = talks.wire_messages(asked)
-            shown = display(asked)
-            yield [asked, shown, box, meter(None, "Waiting for the engine…"), talks.to_json(asked)]
-            message = Message(role="assistant", text="")
-            async with aclosing(answer(self.api, self.pacer, messages, fields, stop)) as drafts:
+            stream = answer(self.api, self.pacer, messages, fields, turn.stop)
+            async with aclosing(stream) as drafts:
                 async for message in drafts:
                     state = talks.add(asked, message)
-                    yield [gr.skip(), display(state), gr.skip(), gr.skip(), gr.skip()]
-            state = talks.add(asked, message)
+                    if not turn.left:
+                        yield [keep, display(state), keep, keep, keep]
         finally:
             self.running.pop(session, None)
         idle = gr.update(submit_btn=True, stop_btn=False)
-        yield [state, display(state), idle, self._meter(state), talks.to_json(state)]
+        if turn.left:
+            yield [keep, keep, idle, keep, talks.file_json((state,))]
+        else:
+            yield [state, display(state), idle, self._meter(state), talks.to_json(state)]
 
     def _stop(self, request: gr.Request) -> None:
-        stop = self.running.get(request.session_hash or "")
-        if stop is not None:
-            stop.set()
+        turn = self.running.get(request.session_hash or "")
+        if turn is not None:
+            turn.stop.set()
 
-    def _undo(self, state: Conversation) -> list[Any]:
+    def _leave(self, request: gr.Request) -> None:
+        """The tab turns to another conversation: what was written so far is kept."""
+        turn = self.running.get(request.session_hash or "")
+        if turn is not None:
+            turn.left = True
+            turn.stop.set()
+
+    def _fresh(self, request: gr.Request) -> list[Any]:
+        self._leave(request)
+        return [*self._shown(talks.new()), ""]
+
+    def _undo(self, state: Conversation, request: gr.Request) -> list[Any]:
         """Take the last turn back; its text returns to the box."""
+        self._leave(request)
         kept = _asked(state)
         text = kept.messages[-1].text if kept.messages else ""
         state = talks.cut(kept, max(0, len(kept.messages) - 1))
         return [state, display(state), gr.update(value=text), self._meter(state), talks.to_json(state)]
 
     def _open(self, data: gr.EventData, request: gr.Request) -> list[Any]:
-        self._stop(request)
+        self._leave(request)
         text = data._data.get("text")
         try:
             state = talks.from_json(text) if text else talks.new()
         except RequestError as error:
-            raise gr.Error(str(error)) from error
+            gr.Warning(str(error))
+            state = talks.new()
         values = self._shown(state)
         values[-1] = gr.skip()
         return [*values, state.system]
@@ -224,10 +256,11 @@ class ChatPage:
 def _layout() -> Parts:
     state = gr.State(talks.new)
     saved = gr.Textbox(visible="hidden", elem_id="saved-conversation", label="Saved conversation")
-    with gr.Row(elem_id="chat-page", elem_classes="three-columns"):
+    gr.HTML(TOGGLES, padding=False, apply_default_css=False, elem_id="chat-toggles")
+    with gr.Row(elem_id="chat-page"):
         with gr.Column(elem_id="chat-list", elem_classes="side", min_width=220, scale=0):
             fresh = gr.Button("New conversation", elem_id="new-conversation", variant="secondary")
-            listing = gr.HTML("", js_on_load=LIST_JS, elem_id="conversations", padding=False)
+            listing = gr.HTML("", js_on_load=LIST_JS, elem_id="conversations", padding=False, apply_default_css=False)
         with gr.Column(elem_id="chat-main", min_width=300, scale=1):
             bot = gr.Chatbot(
                 elem_id="bot", label="Conversation", show_label=False, height="100%",
@@ -236,10 +269,10 @@ def _layout() -> Parts:
             )  # fmt: skip
             box = gr.Textbox(
                 elem_id="msg", label="Message", show_label=False, container=False, lines=1,
-                max_lines=8, placeholder="Message the model (Shift+Enter for a new line)",
+                max_lines=8, placeholder="Message the model",
                 submit_btn=True, stop_btn=False, autofocus=True,
             )  # fmt: skip
-            status = gr.HTML(meter(0, ""), elem_id="chat-status", padding=False)
+            status = gr.HTML(meter(0, ""), elem_id="chat-status", padding=False, apply_default_css=False)
         with gr.Column(elem_id="chat-settings", elem_classes="side", min_width=250, scale=0):
             system = gr.Textbox(
                 elem_id="system", label="System prompt", lines=3, max_lines=10,
@@ -282,9 +315,10 @@ def _renamed(data: gr.EventData, state: Conversation) -> Conversation:
     return replace(state, title=str(title)) if name == state.id and title else state
 
 
-def _imported(data: gr.EventData) -> str:
+def _imported(data: gr.EventData) -> Any:
     """Check a file's conversations; the browser stores what comes back."""
     try:
         return talks.file_json(talks.parse_file(str(data._data.get("text"))))
     except InferError as error:
-        raise gr.Error(str(error)) from error
+        gr.Warning(str(error))
+        return gr.skip()

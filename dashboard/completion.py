@@ -183,7 +183,7 @@ class _Board:
 def _column(prefix: str, name: str, *, visible: bool) -> tuple[Controls, _Board]:
     with gr.Column(visible=visible, min_width=300, elem_id=f"column-{prefix}") as column:
         html = gr.HTML(
-            tokens_html(name, ()), elem_id=f"tokens-{prefix}", padding=False,
+            tokens_html(name, ()), elem_id=f"tokens-{prefix}", padding=False, apply_default_css=False,
             js_on_load=FORK_JS if name == "A" else None,
         )  # fmt: skip
         with gr.Accordion(f"Settings {name}", open=False, elem_id=f"settings-{prefix}"):

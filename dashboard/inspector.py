@@ -84,9 +84,9 @@ class InspectorPage:
             gr.HTML(
                 '<p class="hint">Choose a step with a click, or with the arrow keys on the '
                 "timeline. That pauses the view.</p>",
-                padding=False,
+                padding=False, apply_default_css=False,
             )
-        board = gr.HTML("", elem_id="inspector-board", js_on_load=PICK_JS, padding=False)
+        board = gr.HTML("", elem_id="inspector-board", js_on_load=PICK_JS, padding=False, apply_default_css=False)
         chosen = gr.State(None)
         timer = gr.Timer(PERIOD_S, active=False)
 
@@ -117,9 +117,9 @@ class InspectorPage:
             [(lesson.title, lesson.key) for lesson in LESSONS], value=LESSONS[0].key,
             label="Lesson", elem_id="lesson", filterable=False,
         )  # fmt: skip
-        intro = gr.HTML("", elem_id="lesson-intro", padding=False)
+        intro = gr.HTML("", elem_id="lesson-intro", padding=False, apply_default_css=False)
         with gr.Row(elem_classes="toolbar stepper"):
-            start = gr.Button("⏮ Start", elem_id="lesson-start", min_width=80, scale=0)
+            start = gr.Button("Start", elem_id="lesson-start", min_width=80, scale=0)
             back = gr.Button("◀ Back", elem_id="lesson-back", min_width=80, scale=0)
             slider = gr.Slider(
                 0, 1, value=0, step=1, label="Steps made", elem_id="lesson-slider",
@@ -128,7 +128,7 @@ class InspectorPage:
             forward = gr.Button(
                 "Step ▶", elem_id="lesson-step", variant="primary", min_width=80, scale=0
             )
-        board = gr.HTML("", elem_id="lesson-board", padding=False)
+        board = gr.HTML("", elem_id="lesson-board", padding=False, apply_default_css=False)
         walk = gr.State(None, time_to_live=3600)
         outputs = [walk, intro, board, slider, back, forward]
 
@@ -163,11 +163,14 @@ class InspectorPage:
         async def go(current: Any, key: str, index: float) -> list[Any]:
             return await move(current, key, "go", int(index))
 
+        async def restart(current: Any, key: str) -> list[Any]:
+            return await move(current, key, "go", 0)
+
         choice.change(begin, choice, outputs, **QUICK)
         tab.select(enter, [choice, walk], outputs, **QUICK)
         forward.click(step, [walk, choice], outputs, **QUICK)
         back.click(step_back, [walk, choice], outputs, **QUICK)
-        start.click(lambda w, k: move(w, k, "go", 0), [walk, choice], outputs, **QUICK)
+        start.click(restart, [walk, choice], outputs, **QUICK)
         slider.release(go, [walk, choice, slider], outputs, **QUICK)
 
 
@@ -233,7 +236,7 @@ def intro_html(lesson: Lesson) -> str:
 def walk_html(walk: Any) -> str:
     """The lesson after the steps made so far."""
     frame, lesson = walk.frame, walk.lesson
-    colours = hues(a.name for a in lesson.arrivals)
+    colours = {a.name: i for i, a in enumerate(lesson.arrivals)}
     note = lesson.notes[walk.at] if walk.at < len(lesson.notes) else _events(frame.events)
     end = " The end." if walk.ended and walk.at == walk.num_known_steps else ""
     rows = "".join(

@@ -23,7 +23,7 @@ class ModelPage:
 
     def build(self, tab: Any) -> None:
         """Place the page here; it is filled when ``tab`` is opened."""
-        board = gr.HTML("", elem_id="model-board", padding=False)
+        board = gr.HTML("", elem_id="model-board", padding=False, apply_default_css=False)
 
         async def fill() -> str:
             try:

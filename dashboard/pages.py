@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
-from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dashboard.chat import ChatPage
@@ -21,7 +21,7 @@ from dashboard.modelpage import ModelPage
 from dashboard.pacing import Pacer
 from dashboard.panels import MetricsPage
 from dashboard.settings import Settings
-from dashboard.theme import head, make_theme, style_sheet
+from dashboard.theme import head, icon, make_theme, style_sheet
 from infer.errors import InferError
 
 # 'unsafe-eval' is for Gradio's HTML component, which compiles its templates in the browser. What
@@ -38,11 +38,14 @@ TITLE = "purestep"
 def build_app(settings: Settings) -> Any:
     """The page as a ``gr.Blocks``, for an engine that answers at ``settings.url``."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # nothing is told to anybody
+    # After every event Gradio summarises all that it remembers, for a page that is off here.
+    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(1 << 40)
+    os.environ["GRADIO_ANALYTICS_MAX_EVENTS"] = "1"
     api = EngineApi(settings.api, settings.api_key)
     pacer = Pacer(settings.max_updates_per_s)
     chat = ChatPage(api, pacer)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as demo:
-        header = gr.HTML(header_html(None), elem_id="page-header", padding=False)
+        header = gr.HTML(header_html(None), elem_id="page-header", padding=False, apply_default_css=False)
         with gr.Tabs(elem_id="pages") as tabs:
             with gr.Tab("Chat", id="chat", elem_id="tab-chat"):
                 parts = chat.build()
@@ -78,7 +81,7 @@ def build_app(settings: Settings) -> Any:
             ],
             js="() => purestep.restore()",
             show_progress="hidden",
-            queue=False,
+            concurrency_limit=None,
             api_visibility="private",
         )
     demo.queue(max_size=settings.max_waiting, default_concurrency_limit=None)
@@ -123,10 +126,13 @@ def mount(app: FastAPI, settings: Settings) -> FastAPI:
         head=head(),
     )
     app.add_middleware(PageGuard, path=settings.path)
-    if not any(getattr(route, "path", None) == "/" for route in app.routes):
-        app.add_api_route(
-            "/", lambda: RedirectResponse(settings.path + "/"), include_in_schema=False
-        )
+    taken = {getattr(route, "path", None) for route in app.routes}
+    for path, answer in {
+        "/": lambda: RedirectResponse(settings.path + "/"),
+        "/favicon.ico": lambda: Response(icon(), media_type="image/svg+xml"),
+    }.items():
+        if path not in taken:
+            app.add_api_route(path, answer, include_in_schema=False)
     return app
 
 

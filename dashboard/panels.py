@@ -34,7 +34,7 @@ class MetricsPage:
                 value=True, label="Live", container=False, elem_id="metrics-live", scale=0,
                 min_width=90,
             )  # fmt: skip
-        board = gr.HTML("", elem_id="metrics-board", padding=False)
+        board = gr.HTML("", elem_id="metrics-board", padding=False, apply_default_css=False)
         timer = gr.Timer(PERIOD_S, active=False)
         quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 

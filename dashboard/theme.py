@@ -63,6 +63,9 @@ def make_theme() -> Any:
         button_secondary_border_color="*neutral_300",
         button_secondary_border_color_dark="#374151",
         button_border_width="1px",
+        button_large_text_size="*text_md",
+        button_large_text_weight="500",
+        button_large_padding="8px 14px",
         slider_color="*primary_600",
         slider_color_dark="*primary_500",
         body_text_color="*neutral_900",
@@ -82,6 +85,11 @@ def style_sheet() -> str:
 def head() -> str:
     """The page's script, for the document's head."""
     return f"<script>{_static('page.js')}</script>"
+
+
+def icon() -> str:
+    """The page's icon, an SVG."""
+    return _static("icon.svg")
 
 
 def _static(name: str) -> str:

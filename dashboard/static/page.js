@@ -20,7 +20,9 @@
     }
     return found.sort((a, b) => b.updated - a.updated);
   };
+  const deleted = new Set(); // an answer still being written must not bring its conversation back
   const store = (item) => {
+    if (deleted.has(item.id)) return;
     try {
       localStorage.setItem(PREFIX + item.id, JSON.stringify(item));
     } catch {
@@ -34,7 +36,7 @@
     if (!text) return;
     const item = JSON.parse(text);
     if (item.format === FORMAT) {
-      item.conversations.forEach(store);
+      item.conversations.forEach((one) => store(one));
     } else {
       sessionStorage.setItem(OPEN, item.id);
       if (item.messages.length || read(item.id)) store(item);
@@ -85,14 +87,17 @@
       events.open({ text: localStorage.getItem(PREFIX + id) || "" });
       redraw();
     };
-    const remove = (item, button) => {
-      if (button.dataset.sure !== "yes") {
-        button.dataset.sure = "yes";
-        button.textContent = "Sure?";
-        button.setAttribute("aria-label", `Really delete ${item.title}`);
-        setTimeout(redraw, 4000);
+    let doomed = null; // the conversation whose deletion waits for a second click
+    const remove = (item) => {
+      if (doomed !== item.id) {
+        doomed = item.id;
+        setTimeout(() => { if (doomed === item.id) { doomed = null; redraw(); } }, 5000);
+        redraw();
+        items.querySelector(".sure").focus();
         return;
       }
+      doomed = null;
+      deleted.add(item.id);
       localStorage.removeItem(PREFIX + item.id);
       if (sessionStorage.getItem(OPEN) === item.id) {
         sessionStorage.removeItem(OPEN);
@@ -107,6 +112,7 @@
         if (done) return;
         done = true;
         const title = field.value.trim();
+        field.remove();
         if (keep && title) {
           store({ ...item, title });
           events.renamed({ id: item.id, title });
@@ -135,10 +141,12 @@
           type: "button", class: "talk-tool", "aria-label": `Rename ${item.title}`,
           onclick: () => rename(item, row),
         }, "✎");
+        const sure = doomed === item.id;
         const remover = make("button", {
-          type: "button", class: "talk-tool", "aria-label": `Delete ${item.title}`,
-        }, "✕");
-        remover.addEventListener("click", () => remove(item, remover));
+          type: "button", class: sure ? "talk-tool sure" : "talk-tool",
+          "aria-label": `${sure ? "Really delete" : "Delete"} ${item.title}`,
+          onclick: () => remove(item),
+        }, sure ? "Delete?" : "✕");
         row.append(title, renamer, remover);
         return row;
       });
@@ -154,6 +162,7 @@
   const NAMES = [
     ["button.submit-button, [data-testid=submit-button]", "Send"],
     ["button.stop-button", "Stop"],
+    ["textarea.edit-textarea", "Edited message"],
   ];
   function name(root) {
     for (const [selector, label] of NAMES) {

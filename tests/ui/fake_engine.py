@@ -59,7 +59,13 @@ class FakeEngine:
     token_s: float = 0.01
     running: int = 0
     full: bool = False
+    readings: int = 0  # of the metrics
     bodies: list[dict[str, Any]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """As new, but for answers that still run."""
+        self.token_s, self.full = 0.01, False
+        self.bodies.clear()
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -94,6 +100,7 @@ class FakeEngine:
         return app
 
     def reading(self, seconds: int, every: int) -> Reading:
+        self.readings += 1
         count = seconds // every
         now = time.time()
         wave = [1 + math.sin(i / 9) for i in range(count)]
