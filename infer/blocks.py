@@ -1,8 +1,8 @@
 """The block pool: which KV blocks are free, and how many sequences hold each of the others.
 
 A block is in one of three places: on the free stack; held (``ref_count`` > 0); or reusable, held by
-nobody but still indexed by the prefix cache. Functions named with a trailing "donated" in their
-docstring change the arrays of the pool they are given; ``copy`` first where the old one is needed.
+nobody but still indexed by the prefix cache. Functions with "donated" in their docstring change
+the arrays of the pool they are given, which must be the caller's own.
 """
 
 from __future__ import annotations
@@ -49,15 +49,8 @@ def make(num_blocks: int) -> BlockPool:
     )
 
 
-def copy(pool: BlockPool) -> BlockPool:
-    """A pool with arrays of its own."""
-    return replace(
-        pool, free=pool.free.copy(), ref_count=pool.ref_count.copy(), cached=pool.cached.copy()
-    )
-
-
 def take(pool: BlockPool, count: int) -> tuple[Int32, BlockPool]:
-    """Pop ``count`` blocks from the free stack, each held once. Pool donated."""
+    """Pop ``count`` blocks from the free stack, each held once. ``ref_count`` donated."""
     assert count <= pool.num_free, "take needs free blocks; evict first"
     top = pool.num_free - count
     taken = pool.free[top : pool.num_free][::-1].copy()
@@ -66,46 +59,47 @@ def take(pool: BlockPool, count: int) -> tuple[Int32, BlockPool]:
 
 
 def retain(pool: BlockPool, blocks: Int32) -> BlockPool:
-    """Hold each of ``blocks`` (distinct) once more. Pool donated."""
+    """Hold each of ``blocks`` (distinct) once more. ``ref_count`` donated."""
     revived = int(np.count_nonzero(pool.ref_count[blocks] == 0))
     pool.ref_count[blocks] += 1
     return replace(pool, num_reusable=pool.num_reusable - revived)
 
 
-def release(pool: BlockPool, blocks: Int32) -> BlockPool:
-    """Give up one hold on each of ``blocks`` (repeats allowed). Pool donated.
+def release(pool: BlockPool, blocks: Int32) -> tuple[Int32, BlockPool]:
+    """Give up one hold on each of ``blocks`` (distinct). ``ref_count`` and ``free`` donated.
 
-    A block nobody holds goes to the free stack, or becomes reusable when the prefix index knows it.
+    A block nobody holds goes to the free stack, or becomes reusable when the prefix index knows it:
+    those are returned, in the order of ``blocks``.
     """
-    np.subtract.at(pool.ref_count, blocks, 1)
-    dead = np.unique(blocks[pool.ref_count[blocks] == 0])
+    counts = pool.ref_count[blocks] - 1
+    pool.ref_count[blocks] = counts
+    dead = blocks[counts == 0]
     kept = pool.cached[dead]
-    freed = dead[~kept][::-1]
-    pool.free[pool.num_free : pool.num_free + freed.size] = freed
-    return replace(
-        pool,
-        num_free=pool.num_free + freed.size,
-        num_reusable=pool.num_reusable + int(np.count_nonzero(kept)),
-    )
+    reusable = dead[kept]
+    pool = _free(pool, dead[~kept])
+    return reusable, replace(pool, num_reusable=pool.num_reusable + reusable.size)
 
 
-def mark_cached(pool: BlockPool, block: int) -> BlockPool:
-    """The prefix index now has an entry for ``block``, which somebody holds. Pool donated."""
+def mark_cached(pool: BlockPool, block: int) -> None:
+    """The prefix index now has an entry for ``block``, which somebody holds. ``cached`` donated."""
     assert pool.ref_count[block] > 0, "only a held block can enter the prefix index"
     pool.cached[block] = True
-    return pool
 
 
 def unmark_cached(pool: BlockPool, blocks: Int32) -> BlockPool:
-    """The prefix index dropped its entries for ``blocks``; unheld ones become free. Donated."""
+    """The prefix index dropped its entries for ``blocks``; unheld ones become free.
+
+    ``cached`` and ``free`` donated.
+    """
     pool.cached[blocks] = False
-    freed = blocks[pool.ref_count[blocks] == 0]
-    pool.free[pool.num_free : pool.num_free + freed.size] = freed
-    return replace(
-        pool,
-        num_free=pool.num_free + freed.size,
-        num_reusable=pool.num_reusable - int(freed.size),
-    )
+    unheld = blocks[pool.ref_count[blocks] == 0]
+    return replace(_free(pool, unheld), num_reusable=pool.num_reusable - unheld.size)
+
+
+def _free(pool: BlockPool, blocks: Int32) -> BlockPool:
+    end = pool.num_free + blocks.size
+    pool.free[pool.num_free : end] = blocks
+    return replace(pool, num_free=end)
 
 
 def check(pool: BlockPool) -> None:

@@ -69,7 +69,7 @@ def commit(
     filled = _filled(seqs, rows, limits) if limits.prefix_caching else _EMPTY
     if not filled.size and not ended:
         return accepted, replace(_settled(host), seqs=seqs)
-    draft = Draft.of(host.pool, host.prefix, host.step)
+    draft = Draft.of(host.pool, host.prefix)
     for row in filled.tolist():
         # The last token of an ended sequence may have KV from a step launched before its end was
         # known; leaving it out keeps the index the same however far ahead steps are launched.

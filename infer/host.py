@@ -200,7 +200,7 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
             param="request_id",
         )
     seqs = sequences.copy(host.seqs)
-    draft = Draft.of(host.pool, host.prefix, host.step)
+    draft = Draft.of(host.pool, host.prefix)
     row = int(free[0])
     slots = free_slots(seqs, limits, 1) if seqs.need[source] & Need.PENALTIES else [-1]
     if not slots:
@@ -256,7 +256,7 @@ def adopt(
     seqs.block_table[row] = np.empty(0, np.int32)
     seqs.num_blocks[row] = 0
     if held.size:
-        draft.pool = blocks.retain(draft.pool, held)
+        draft.hold(held)
         sequences.append_blocks(seqs, row, held)
 
 
@@ -294,10 +294,8 @@ def generated(seqs: Sequences, row: int) -> Int32:
 
 def retire(seqs: Sequences, draft: Draft, rows: Sequence[int]) -> None:
     """Give back the blocks and rows of ended sequences. Donated."""
-    held = [sequences.table(seqs, row) for row in rows]
-    if held:
-        draft.release(np.concatenate(held))
     for row in rows:
+        draft.release(sequences.table(seqs, row))
         name = seqs.request[row].request_id
         left = tuple(r for r in seqs.rows_of[name] if r != row)
         if left:

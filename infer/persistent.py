@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -10,12 +10,12 @@ K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
 
-NUM_SHARDS = 256
+NUM_SHARDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedMap(Generic[K, V]):
-    """A dict whose update copies one of 256 shards, microseconds at tens of thousands of keys.
+    """A dict whose update copies one of 1024 shards, a microsecond at tens of thousands of keys.
 
     It has no iteration order to rely on, so nothing that must be deterministic iterates over it.
     """
@@ -116,11 +116,15 @@ class Fifo(Generic[T]):
 
     def append(self, item: T) -> Fifo[T]:
         """This queue with ``item`` at its end."""
+        return self.extend((item,))
+
+    def extend(self, items: Sequence[T]) -> Fifo[T]:
+        """This queue with ``items`` at its end."""
         if len(self.log) != self.tail:
-            log = [*self.log[self.head : self.tail], item]
+            log = [*self.log[self.head : self.tail], *items]
             return Fifo(log, 0, len(log))
-        self.log.append(item)
-        return Fifo(self.log, self.head, self.tail + 1)
+        self.log.extend(items)
+        return Fifo(self.log, self.head, len(self.log))
 
     def drop(self, count: int) -> Fifo[T]:
         """This queue without its first ``count`` items; memory is returned once half is gone."""

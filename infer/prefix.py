@@ -9,41 +9,43 @@ and a collision cannot hand out another prompt's KV.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from infer import blocks
 from infer.blocks import BlockPool, Int32, Int64
-from infer.persistent import MapEdit, ShardedMap
+from infer.persistent import Fifo, MapEdit, ShardedMap
 
 ROOT = -1  # parent id of a first block
-EVICTION_SHARE = 64  # evict at least 1/64 of the pool at once, so that its scan is amortised
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One indexed block and what its KV stands for."""
 
     entry_id: int
     parent_id: int
-    parent_block: int  # -1 for a first block
     block: int
     digest: bytes
     tokens: bytes  # int32 token ids of the block
     salt: str | None
-    step: int  # the step whose launch writes it; later steps may read it
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixIndex:
-    """Entries by digest and by block, with what eviction needs."""
+    """Entries by digest and by block, and which reusable block to evict next.
+
+    Blocks are evicted in the order in which their last holder released them. A sequence releases
+    its blocks from the last to the first, so that a chain goes leaf first.
+    """
 
     by_digest: ShardedMap[bytes, Entry]
     by_block: ShardedMap[int, Entry]
-    last_use: Int64  # i64[num_blocks], step of the last hit or registration
-    num_children: Int32  # i32[num_blocks], live entries whose parent is this block's entry
+    last_use: Int64  # i64[num_blocks], number of the block's last release that left it reusable
+    idle: Fifo[tuple[int, int]]  # (block, number of the release); outdated where numbers differ
+    num_releases: int = 0
     next_id: int = 0
 
 
@@ -53,7 +55,7 @@ def make(num_blocks: int) -> PrefixIndex:
         by_digest=ShardedMap(),
         by_block=ShardedMap(),
         last_use=np.zeros(num_blocks, np.int64),
-        num_children=np.zeros(num_blocks, np.int32),
+        idle=Fifo(),
     )
 
 
@@ -79,22 +81,23 @@ class Draft:
     by_digest: MapEdit[bytes, Entry]
     by_block: MapEdit[int, Entry]
     last_use: Int64
-    num_children: Int32
+    idle: Fifo[tuple[int, int]]
+    num_releases: int
     next_id: int
-    step: int
     registered: set[bytes] = field(default_factory=set)  # by this transition
+    owned: set[str] = field(default_factory=set)  # arrays that were copied, and may be changed
 
     @classmethod
-    def of(cls, pool: BlockPool, index: PrefixIndex, step: int) -> Draft:
-        """Copy the arrays once; everything after that is in place."""
+    def of(cls, pool: BlockPool, index: PrefixIndex) -> Draft:
+        """Start from ``pool`` and ``index``; an array is copied before its first change."""
         return cls(
-            pool=blocks.copy(pool),
+            pool=pool,
             by_digest=index.by_digest.edit(),
             by_block=index.by_block.edit(),
-            last_use=index.last_use.copy(),
-            num_children=index.num_children.copy(),
+            last_use=index.last_use,
+            idle=index.idle,
+            num_releases=index.num_releases,
             next_id=index.next_id,
-            step=step,
         )
 
     def freeze(self) -> tuple[BlockPool, PrefixIndex]:
@@ -103,10 +106,22 @@ class Draft:
             by_digest=self.by_digest.freeze(),
             by_block=self.by_block.freeze(),
             last_use=self.last_use,
-            num_children=self.num_children,
+            idle=self.idle,
+            num_releases=self.num_releases,
             next_id=self.next_id,
         )
         return self.pool, index
+
+    def _own(self, *names: str) -> None:
+        """Make arrays of the pool, or ``last_use``, this draft's own."""
+        for name in names:
+            if name not in self.owned:
+                self.owned.add(name)
+                if name == "last_use":
+                    self.last_use = self.last_use.copy()
+                else:
+                    own = getattr(self.pool, name).copy()
+                    self.pool = replace(self.pool, **{name: own})
 
     def match(
         self, chain: Sequence[bytes], tokens: Int32, block_size: int, salt: str | None, limit: int
@@ -133,101 +148,110 @@ class Draft:
     def use(self, entries: Sequence[Entry]) -> Int32:
         """Hold the blocks of ``entries`` once more and return them."""
         table = np.fromiter((e.block for e in entries), np.int32, len(entries))
-        self.pool = blocks.retain(self.pool, table)
-        self.last_use[table] = self.step
+        self.hold(table)
         return table
 
+    def hold(self, table: Int32) -> None:
+        """Hold each block of ``table`` once more."""
+        self._own("ref_count")
+        self.pool = blocks.retain(self.pool, table)
+
     def register(
-        self, block: int, digest: bytes, parent: Entry | None, tokens: Int32, salt: str | None
-    ) -> Entry:
+        self, block: int, digest: bytes, parent: Entry | None, tokens: bytes, salt: str | None
+    ) -> Entry | None:
         """Index ``block`` under ``digest``; an equal entry that is there already stays.
 
-        Returns the entry that now stands for this prefix: the parent for the next block.
+        Returns the entry that now stands for this prefix: the parent for the next block. None where
+        ``parent`` is no longer indexed: nothing could reach its child.
         """
         parent_id = ROOT if parent is None else parent.entry_id
+        if parent is not None and self.by_block.get(parent.block) is not parent:
+            return None
         old = self.by_digest.get(digest)
-        data = np.ascontiguousarray(tokens, np.int32).tobytes()
         if old is not None:
-            if old.parent_id == parent_id and old.tokens == data and old.salt == salt:
+            if old.parent_id == parent_id and old.tokens == tokens and old.salt == salt:
                 return old
-            self._drop([old])
-        entry = Entry(
-            entry_id=self.next_id,
-            parent_id=parent_id,
-            parent_block=-1 if parent is None else parent.block,
-            block=block,
-            digest=digest,
-            tokens=data,
-            salt=salt,
-            step=self.step,
-        )
+            self.drop([old])
+        entry = Entry(self.next_id, parent_id, block, digest, tokens, salt)
         self.next_id += 1
         self.by_digest.set(digest, entry)
         self.by_block.set(block, entry)
-        self.pool = blocks.mark_cached(self.pool, block)
-        self.last_use[block] = self.step
+        self._own("cached")
+        blocks.mark_cached(self.pool, block)
         self.registered.add(digest)
-        if self._is_live(parent):
-            assert parent is not None
-            self.num_children[parent.block] += 1
         return entry
 
-    def _is_live(self, entry: Entry | None) -> bool:
-        if entry is None:
-            return False
-        now = self.by_block.get(entry.block)
-        return now is not None and now.entry_id == entry.entry_id
-
-    def _drop(self, entries: Sequence[Entry]) -> None:
+    def drop(self, entries: Sequence[Entry]) -> None:
+        """Forget ``entries``; blocks that nobody holds become free."""
         for entry in entries:
             self.by_digest.remove(entry.digest)
             self.by_block.remove(entry.block)
-            self.num_children[entry.block] = 0
-            if entry.parent_block >= 0:
-                parent = self.by_block.get(entry.parent_block)
-                if parent is not None and parent.entry_id == entry.parent_id:
-                    self.num_children[entry.parent_block] -= 1
         dropped = np.fromiter((e.block for e in entries), np.int32, len(entries))
+        self._own("cached", "free")
         self.pool = blocks.unmark_cached(self.pool, dropped)
 
     def reserve(self, count: int) -> bool:
-        """Make at least ``count`` blocks free, evicting the least recently used leaves first.
+        """Make at least ``count`` blocks free, evicting those that were released longest ago.
 
         Changes nothing and returns False when the pool cannot give that many.
         """
         if count > self.pool.num_available:
             return False
-        goal = max(count, self.pool.num_blocks // EVICTION_SHARE)
-        while self.pool.num_free < count:
-            leaves = np.flatnonzero(
-                self.pool.cached & (self.pool.ref_count == 0) & (self.num_children == 0)
-            )
-            if leaves.size == 0:  # parents of held duplicates only: any reusable block will do
-                leaves = np.flatnonzero(self.pool.cached & (self.pool.ref_count == 0))
-            order = np.argsort(self.last_use[leaves], kind="stable")
-            victims = leaves[order[: goal - self.pool.num_free]]
-            entries = [self.by_block.get(int(block)) for block in victims]
-            self._drop([e for e in entries if e is not None])
+        missing = count - self.pool.num_free
+        if missing <= 0:
+            return True
+        victims: list[Entry] = []
+        seen = 0
+        for block, number in self.idle:
+            seen += 1
+            entry = self.by_block.get(block) if self._is_idle(block, number) else None
+            if entry is not None:
+                victims.append(entry)
+                if len(victims) == missing:
+                    break
+        assert len(victims) == missing, "a reusable block is not in the queue"
+        self.idle = self.idle.drop(seen)
+        self.drop(victims)
         return True
+
+    def _is_idle(self, block: int, number: int) -> bool:
+        return bool(self.last_use[block] == number and self.pool.ref_count[block] == 0)
 
     def take(self, count: int) -> Int32:
         """``count`` fresh blocks, each held once; ``reserve`` must have said yes."""
+        self._own("ref_count")
         taken, self.pool = blocks.take(self.pool, count)
         return taken
 
     def release(self, table: Int32) -> None:
-        """Give up one hold on each block of ``table``."""
-        self.pool = blocks.release(self.pool, table)
+        """Give up one hold on each block of a sequence's ``table``."""
+        self._own("ref_count", "free")
+        idle, self.pool = blocks.release(self.pool, table[::-1])
+        if not idle.size:
+            return
+        first, self.num_releases = self.num_releases, self.num_releases + idle.size
+        self._own("last_use")
+        self.last_use[idle] = np.arange(first, self.num_releases)
+        self.idle = self.idle.extend(
+            list(zip(idle.tolist(), range(first, self.num_releases), strict=True))
+        )
+        if len(self.idle) > 2 * self.pool.num_blocks + 1024:  # mostly outdated
+            self.idle = Fifo().extend([item for item in self.idle if self._is_idle(*item)])
 
 
 def check(index: PrefixIndex, pool: BlockPool) -> None:
     """Assert that index and pool agree."""
-    children = np.zeros_like(index.num_children)
     for block, entry in index.by_block.items():
         assert entry.block == block and pool.cached[block]
         assert index.by_digest.get(entry.digest) is entry, "an entry is indexed one way only"
-        parent = index.by_block.get(entry.parent_block) if entry.parent_block >= 0 else None
-        if parent is not None and parent.entry_id == entry.parent_id:
-            children[parent.block] += 1
     assert len(index.by_block) == len(index.by_digest) == int(np.count_nonzero(pool.cached))
-    assert (children == index.num_children).all(), "child counts drifted"
+    reusable = np.flatnonzero(pool.cached & (pool.ref_count == 0)).tolist()
+    queued = {block for block, number in index.idle if index.last_use[block] == number}
+    assert queued.issuperset(reusable), "a reusable block cannot be evicted"
+
+
+def clear(pool: BlockPool, index: PrefixIndex) -> tuple[BlockPool, PrefixIndex]:
+    """Forget every entry; blocks that nobody holds become free."""
+    draft = Draft.of(pool, index)
+    draft.drop([entry for _, entry in sorted(index.by_block.items(), key=lambda item: item[0])])
+    return draft.freeze()

@@ -56,7 +56,7 @@ def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
     """Decide the next step. Lengths in the returned state are those after its launch."""
     r = _Round(
         seqs=sequences.copy(host.seqs),
-        draft=Draft.of(host.pool, host.prefix, host.step),
+        draft=Draft.of(host.pool, host.prefix),
         limits=limits,
         budget=limits.max_num_batched_tokens,
     )
@@ -420,12 +420,19 @@ def register_blocks(s: Sequences, draft: Draft, row: int, num_computed: int, siz
     start = int(s.num_registered[row])
     if full <= start:
         return
-    known, chain, parent = sequences.tokens(s, row), s.digests[row], s.prefix_tail[row]
-    held, salt = s.block_table[row], s.request[row].cache_salt
+    s.num_registered[row] = full
+    parent = s.prefix_tail[row]
+    if parent is None and start:
+        return  # its chain was dropped
+    known, chain, salt = sequences.tokens(s, row), s.digests[row], s.request[row].cache_salt
     if len(chain) < full:
         s.digests[row] = chain = digests(known[: full * size], size, salt, chain)
-    for i in range(start, full):
-        part = known[i * size : (i + 1) * size]
-        parent = draft.register(int(held[i]), chain[i], parent, part, salt)
+    held = s.block_table[row][start:full].tolist()
+    data = known[start * size : full * size].tobytes()
+    width = 4 * size
+    for i, block in enumerate(held):
+        tokens = data[i * width : (i + 1) * width]
+        parent = draft.register(block, chain[start + i], parent, tokens, salt)
+        if parent is None:
+            break
     s.prefix_tail[row] = parent
-    s.num_registered[row] = full
