@@ -145,7 +145,7 @@ class CudaRuntime(Runtime):
             return Replayed(*self._returns.start(graph.results), num_samples), kv, rows
         assert graph.logits is not None
         wants = extras(plan, seqs, uploaded)
-        values, rows = step.pick(graph.logits, rows, graph.batch, wants)
+        values, rows = step.pick(model, graph.logits, rows, graph.batch, wants)
         return Fetched(values, num_samples), kv, rows
 
     def _padded(self, batch: HostBatch) -> HostBatch:

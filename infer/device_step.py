@@ -13,8 +13,10 @@ from infer.model import Model
 from infer.models import decoder
 from infer.ops import Ops, logit_edits
 from infer.ops.logprobs import Logprobs, logprobs, logprobs_in_slices
-from infer.ops.sample import SampleFlags, sample
+from infer.ops.sample import SampleFlags
+from infer.ops.sharded import Shard, sample_sharded, whole
 from infer.rows import RowState
+from infer.weights import local_config, vocab_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,14 @@ def forward(
 
 
 def logits(model: Model, ops: Ops, hidden: Tensor, token_rows: Tensor) -> Tensor:
-    """float32 ``[num_rows, vocab_size]`` of the chosen tokens."""
+    """float32 ``[num_rows, vocab_size]`` of the chosen tokens; this rank's part of the vocabulary."""
     return models.logits(model.config, model.tp, model.weights, hidden, token_rows, ops)
+
+
+def vocab_shard(model: Model) -> Shard:
+    """The part of the vocabulary this rank has."""
+    held, local = vocab_range(model.config, model.tp), local_config(model.config, model.tp)
+    return Shard(model.tp, held.start, len(held), local.vocab_size, model.config.vocab_size)
 
 
 def decode(
@@ -62,7 +70,7 @@ def decode(
         scores = logits(model, ops, hidden, batch.logits_rows)
         if not sampling:
             return None, scores
-        return pick(scores, rows, batch, PLAIN)[0], None
+        return pick(model, scores, rows, batch, PLAIN)[0], None
     shape = decoder.layer_shape(model.config, model.tp)
     ids = decoder.merge_ids(batch, rows.last_token)
     hidden = decoder.embed(model.config, model.tp, model.weights, ids)
@@ -80,9 +88,10 @@ def decode(
 
 
 def pick(
-    scores: Tensor, rows: RowState, batch: Batch, extras: Extras
+    model: Model, scores: Tensor, rows: RowState, batch: Batch, extras: Extras
 ) -> tuple[DeviceValues, RowState]:
     """Sample every sampling row of ``scores`` and remember the tokens. Rows donated."""
+    shard = vocab_shard(model)
     params = rows.sampling.select(batch.sample_rows)
     edited, sources = scores, batch.sample_logits
     if extras.edit_samples is not None and extras.edit_slots is not None:
@@ -94,21 +103,27 @@ def pick(
             slots=extras.edit_slots,
             edits=rows.edits,
         )
-    picked = sample(edited, sources, batch.sample_positions, params, extras.flags)
+    picked = sample_sharded(
+        edited, sources, batch.sample_positions, params, extras.flags, shard
+    )
     rows.last_token.index_copy_(0, batch.sample_rows.long(), picked.tokens)
     if extras.edit_samples is not None and extras.edit_slots is not None:
         tokens = picked.tokens.index_select(0, extras.edit_samples)
-        rows = replace(rows, edits=logit_edits.count(rows.edits, extras.edit_slots, tokens))
+        edits = logit_edits.count(rows.edits, extras.edit_slots, tokens, vocab_offset=shard.start)
+        rows = replace(rows, edits=edits)
     own = None
     if extras.top_n is not None:
-        own = logprobs(scores, batch.sample_logits, picked.tokens, extras.top_n)
+        every = whole(scores, shard)
+        own = logprobs(every, batch.sample_logits, picked.tokens, extras.top_n)
     return DeviceValues(picked.tokens, picked.nan, own), rows
 
 
 def prompt_logprobs(model: Model, ops: Ops, hidden: Tensor, batch: Batch, top_n: int) -> Logprobs:
     """Log-probabilities of the prompt's own tokens at ``batch.prompt_rows``, in bounded memory."""
 
+    shard = vocab_shard(model)
+
     def logits_of(start: int, end: int) -> Tensor:
-        return logits(model, ops, hidden, batch.prompt_rows[start:end])
+        return whole(logits(model, ops, hidden, batch.prompt_rows[start:end]), shard)
 
     return logprobs_in_slices(logits_of, batch.prompt_targets, top_n)

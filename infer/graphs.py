@@ -216,7 +216,7 @@ def run_step(
     else:
         hidden, _ = step.forward(model, ops, kv, rows, batch)
         scores = step.logits(model, ops, hidden, batch.logits_rows)
-        values, _ = step.pick(scores, rows, batch, step.PLAIN)
+        values, _ = step.pick(model, scores, rows, batch, step.PLAIN)
     if values is None:
         return None, scores
     return torch.stack((values.tokens, values.nan.int())), None

@@ -18,6 +18,7 @@ from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
 from infer.ops.backends import make_ops
+from infer.parallel import lowest, opening
 from infer.ops.torch_packed import pack
 from infer.rows import RowState
 from infer.runtime import Runtime
@@ -37,14 +38,21 @@ def init(model: Model, config: EngineConfig | None = None) -> EngineState:
 
     Raises:
         ConfigError: options that contradict each other, the model or the memory there is.
+        EngineError: another rank failed; the message names it and the cause.
     """
     config = config or EngineConfig()
+    with opening(model.tp, config) as outside:
+        return replace(_init(model, config), outside=outside)
+
+
+def _init(model: Model, config: EngineConfig) -> EngineState:
     ops = make_ops(config.attention_backend, model.config, model.device)
     config = _decided(model, config, ops)
     limits = _limits(model, config)
     with torch.inference_mode():
         kv = allocate_kv(model, limits)
-        rows = row_state.make(limits, model.device)
+        vocab = local_config(model.config, model.tp).vocab_size
+        rows = row_state.make(limits, vocab, model.device)
     return EngineState(
         host=hosts.make(limits),
         kv=kv,
@@ -117,7 +125,7 @@ def _num_blocks(model: Model, config: EngineConfig, ops: Ops) -> int:
     assert config.block_size is not None
     per_block = config.block_size * kv_bytes_per_token(model)
     if model.device.type == "cpu":
-        return max(1, CPU_KV_BYTES // per_block)
+        return lowest(max(1, CPU_KV_BYTES // per_block), model.tp, model.device)
     from infer import memory
 
     # Any length serves for the profile: its steps are padding and touch one block only.
@@ -125,14 +133,16 @@ def _num_blocks(model: Model, config: EngineConfig, ops: Ops) -> int:
     limits = _limits(model, replace(config, num_blocks=1, max_model_len=length))
     working = memory.working_bytes(model, ops, allocate_kv(model, limits), limits, config)
     budget = memory.free_budget(model.device, config.gpu_memory_utilization) - working
-    if budget < 2 * per_block:
+    # Ranks share one plan: what the poorest has is what all use, and all complain alike.
+    num_blocks = lowest(budget // per_block - 1, model.tp, model.device)
+    if num_blocks < 1:
         raise ConfigError(
             f"gpu_memory_utilization {config.gpu_memory_utilization} leaves {budget >> 20} MiB for "
             f"KV beside weights, other processes and {working >> 20} MiB of working memory; one "
             f"block takes {per_block >> 10} KiB. Raise it, free memory on the GPU, or lower "
             "max_num_batched_tokens or max_num_seqs"
         )
-    return budget // per_block - 1
+    return num_blocks
 
 
 def _max_model_len(model: ModelConfig, config: EngineConfig, pool: int) -> int:

@@ -14,6 +14,7 @@ from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
 from infer.ops.sample import SampleFlags
+from infer.weights import local_config
 
 TRUNCATING = Extras(SampleFlags(top_k=True, top_p=True, min_p=True))  # the hungriest sampler
 
@@ -34,17 +35,18 @@ def working_bytes(model: Model, ops: Ops, kv: KVCache, limits: Limits, config: E
     """
     largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, decode=False)
     use_graphs = config.cuda_graphs and ops.capturable
-    rows = row_state.make(limits, model.device)
+    vocab = local_config(model.config, model.tp).vocab_size
+    rows = row_state.make(limits, vocab, model.device)
     every = graphs.all_shapes(limits) if use_graphs else []
     graphs.warm_up(model, ops, kv, rows, limits, [largest, *every])
     del rows
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(model.device)
-    rows = row_state.make(limits, model.device)
+    rows = row_state.make(limits, vocab, model.device)
     batch = graphs.padded_batch(largest, limits, rows)
     hidden, kv = step.forward(model, ops, kv, rows, batch)
     scores = step.logits(model, ops, hidden, batch.logits_rows)
-    _, rows = step.pick(scores, rows, batch, TRUNCATING)
+    _, rows = step.pick(model, scores, rows, batch, TRUNCATING)
     pool = torch.cuda.graph_pool_handle()
     shapes = graphs.largest_shapes(limits) if use_graphs else []
     with graphs.quiet_gc():

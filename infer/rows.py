@@ -29,8 +29,11 @@ class RowState:
     edits: LogitEdits  # penalties, bias and bans of the rows that hold a slot
 
 
-def make(limits: Limits, device: torch.device) -> RowState:
-    """Rows without sequences; the spare row's table points at the spare block."""
+def make(limits: Limits, vocab_size: int, device: torch.device) -> RowState:
+    """Rows without sequences; the spare row's table points at the spare block.
+
+    ``vocab_size`` is this rank's own.
+    """
     rows = limits.max_num_seqs + 1
     tables = torch.zeros(rows, limits.max_blocks_per_seq, dtype=torch.int32, device=device)
     tables[-1] = limits.num_blocks
@@ -49,7 +52,7 @@ def make(limits: Limits, device: torch.device) -> RowState:
             seed=torch.zeros(rows, 2, dtype=torch.int32, device=device),
             choice=full(0, torch.int32),
         ),
-        edits=logit_edits.allocate(num_slots(limits), limits.vocab_size, device=device),
+        edits=logit_edits.allocate(num_slots(limits), vocab_size, device=device),
     )
 
 
@@ -102,7 +105,9 @@ def introduce(rows: RowState, uploaded: Mapping[str, Tensor]) -> RowState:
     return rows
 
 
-def fill_slots(rows: RowState, plan: Plan, seqs: Sequences, eos: tuple[int, ...]) -> RowState:
+def fill_slots(
+    rows: RowState, plan: Plan, seqs: Sequences, eos: tuple[int, ...], *, vocab_offset: int = 0
+) -> RowState:
     """Set the penalty state of starting rows that hold a slot. Rows donated."""
     edits = rows.edits
     for row in plan.starts.tolist():
@@ -124,5 +129,6 @@ def fill_slots(rows: RowState, plan: Plan, seqs: Sequences, eos: tuple[int, ...]
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
+            vocab_offset=vocab_offset,
         )
     return replace(rows, edits=edits)

@@ -25,6 +25,7 @@ from infer.report import LogprobArrays, StepValues
 from infer.rows import RowState
 from infer.sequences import Need, Sequences
 from infer.staging import Direct, Uploader
+from infer.weights import vocab_range
 
 
 class Pending(Protocol):
@@ -120,7 +121,9 @@ class Runtime:
         """Bring rows and shared blocks up to date before the step's own work."""
         rows = row_state.introduce(rows, uploaded)
         if plan.starts.size and (seqs.slot[plan.starts] >= 0).any():
-            rows = row_state.fill_slots(rows, plan, seqs, model.defaults.eos_token_ids)
+            held = vocab_range(model.config, model.tp)
+            eos = model.defaults.eos_token_ids
+            rows = row_state.fill_slots(rows, plan, seqs, eos, vocab_offset=held.start)
         return copy_blocks(kv, uploaded.get("copies")), rows
 
     def compute(
@@ -137,7 +140,7 @@ class Runtime:
             none = batch.sample_rows
             return DeviceValues(none, none.bool(), None, prompt), kv, rows
         scores = step.logits(model, self.ops, hidden, batch.logits_rows)
-        values, rows = step.pick(scores, rows, batch, wants)
+        values, rows = step.pick(model, scores, rows, batch, wants)
         return DeviceValues(values.tokens, values.nan, values.logprobs, prompt), kv, rows
 
     def fetch(self, values: DeviceValues | None) -> Pending:
