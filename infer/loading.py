@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -26,11 +27,11 @@ from infer.errors import CheckpointError, ConfigError
 from infer.hub import download, is_repo_name
 from infer.model import Model
 from infer.modelconfig import generation_defaults, model_config
-from infer.parallel import TP
+from infer.parallel import TP, loading
 from infer.presets import DEFAULT, Preset, find_preset, preset_names
 from infer.progress import Progress, byte_progress
 from infer.tokenizer import Tokenizer
-from infer.weights import Source, abstract, materialize, tree
+from infer.weights import Source, abstract, local_config, materialize, tree
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "random")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,7 +45,7 @@ def load(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     load_format: str = "auto",
-    tp: TP | int = 1,
+    tp: TP | int | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     config: ModelConfig | Mapping[str, Any] | None = None,
     tokenizer: Tokenizer | str | PathLike[str] | None = None,
@@ -64,28 +65,64 @@ def load(
         load_format: ``"random"`` makes weights up (normal, deviation 0.02; norms 1), from a
             configuration alone, the same for the same ``seed``; ``"safetensors"`` and ``"gguf"``
             insist on that kind.
-        tp: this process's place in its tensor-parallel group; a number of ranks stands for the
-            default process group, which must have that size.
+        tp: how many ranks share the model: the others are started here (or by torchrun) and do
+            what this process does, until nothing refers to the model any more. None is 1, or all
+            that torchrun started. A ``TP`` is a place in a group there is already: another
+            model's ``tp``, or one of your own whose ranks all run the same program, as they also
+            do when torch.distributed's default group is initialized and has that size.
         state_dict: weights in memory under their checkpoint names, with ``config``.
         config: an HF config mapping or a ``ModelConfig``, for ``state_dict`` or random weights.
         tokenizer: used instead of the checkpoint's own: a ``Tokenizer`` or a folder with one.
-        threads: CPU threads torch may use in this process; None leaves it as it is.
+        threads: CPU threads torch may use in each process; None leaves it as it is, divided by
+            ``tp`` on a CPU.
         progress: bars on a terminal, or a function of (what, bytes done, bytes in all).
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of an unknown kind.
         ConfigError: an option is wrong, or the model cannot be split over ``tp`` ranks.
+        EngineError: a rank could not be started, or failed.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format is {load_format!r}; choose {', '.join(LOAD_FORMATS)}")
     target = pick_device(device)
     kind = pick_dtype(dtype, target)
-    place = pick_tp(tp)
-    if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"threads is {threads}, it must be at least 1")
-        torch.set_num_threads(threads)
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads is {threads}, it must be at least 1")
     found = _find(model, load_format, state_dict, config, seed, progress)
+    place = pick_tp(tp, found.config, target)
+    if place.link is not None and threads is None and target.type == "cpu":
+        threads = max(1, torch.get_num_threads() // place.size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if place.link is None or not place.link.leads:
+        return _loaded(found, place, target, kind, tokenizer, progress)
+    if state_dict is not None or isinstance(tokenizer, Tokenizer):
+        raise ConfigError(
+            "a state_dict or Tokenizer cannot be sent to other ranks; give tp a model's folder, or "
+            "initialize torch.distributed and run the same program on every rank"
+        )
+    options = {
+        "model": None if model is None else str(model),
+        "dtype": str(kind).removeprefix("torch."),
+        "load_format": load_format,
+        "config": None if config is None else found.config,
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+        "threads": threads,
+        "seed": seed,
+    }
+    with loading(place, options) as place:
+        return _loaded(found, place, target, kind, tokenizer, progress)
+
+
+def _loaded(
+    found: _Found,
+    place: TP,
+    target: torch.device,
+    kind: torch.dtype,
+    tokenizer: Tokenizer | str | PathLike[str] | None,
+    progress: bool | Progress,
+) -> Model:
+    """Read this rank's part."""
     params = abstract(found.config, place, kind)
     if found.shapes is not None:
         check(found.config, params, found.shapes)
@@ -161,25 +198,35 @@ def _fast_bf16(device: torch.device) -> bool:
 FLAG_LINES = ("flags", "featu")  # x86 and ARM
 
 
-def pick_tp(tp: TP | int) -> TP:
-    """This process's place among ``tp`` ranks.
+def pick_tp(tp: TP | int | None, config: ModelConfig, device: torch.device) -> TP:
+    """This process's place among ``tp`` ranks; as rank 0 it starts the others, or meets them.
 
     Raises:
-        ConfigError: a number of ranks that the default process group does not have.
+        ConfigError: ``config`` cannot be split so, or there are not that many GPUs.
+        EngineError: a rank could not be started.
+        SystemExit: this is a rank that torchrun started and that followed rank 0 to its end.
     """
     if isinstance(tp, TP):
         return tp
+    from infer import ranks
+
+    started = ranks.torchrun_rank()
+    if tp is None:
+        tp = 1 if started is None else int(os.environ["WORLD_SIZE"])
     if tp < 1:
         raise ConfigError(f"tp is {tp}, it must be at least 1")
     if tp == 1:
         return TP()
+    local_config(config, TP(0, tp))
     dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == tp):
-        raise ConfigError(
-            f"tp is {tp}, but this process does not belong to a group of {tp} ranks; start them "
-            f"with the --tp option or with torchrun --nproc-per-node {tp}"
-        )
-    return TP(rank=dist.get_rank(), size=tp, group=dist.group.WORLD)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() == tp:
+        return TP(rank=dist.get_rank(), size=tp, group=dist.group.WORLD)
+    if started:
+        from infer.worker import follow_torchrun
+
+        follow_torchrun(started)
+        raise SystemExit(0)
+    return ranks.lead(tp, device)
 
 
 # --- where a model is -----------------------------------------------------------------------------
