@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -76,6 +77,8 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
     ),
 }
 
+RANKED = ("chat", "generate", "serve", "bench")  # the first rank runs them, the others follow it
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. User mistakes end in one line and status 2."""
@@ -94,7 +97,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             getattr(import_module(module), add)(sub)
     args = parser.parse_args(arguments)
     _, module, _, run = COMMANDS[args.command]
+    if args.command in RANKED and getattr(args, "tp", None) != 1 and follows_torchrun():
+        return 0
     return _guarded(getattr(import_module(module), run), args)
+
+
+def follows_torchrun() -> bool:
+    """Whether torchrun started this process as another rank than the first; then follow it."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if any(name not in os.environ for name in names) or int(os.environ["RANK"]) == 0:
+        return False
+    from infer.worker import follow_torchrun
+
+    follow_torchrun(int(os.environ["RANK"]))
+    return True
 
 
 def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ class LoadOptions:
     dtype: str = "auto"
     load_format: str = "auto"
     threads: int | None = None
+    tp: int | None = None
 
 
 LOAD_TEXTS = {
@@ -29,7 +30,8 @@ LOAD_TEXTS = {
     "device": "auto, cpu, cuda or cuda:N",
     "dtype": "auto, float32, bfloat16 or float16",
     "load_format": "auto, safetensors, gguf or random",
-    "threads": "CPU threads of the engine",
+    "threads": "CPU threads of each rank of the engine",
+    "tp": "ranks (GPUs) that share the model; default: 1, or all that torchrun started",
 }
 ENGINE_TEXTS = {
     "max_model_len": "tokens a sequence may reach; default: the model's, capped to the KV pool",
