@@ -7,32 +7,39 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 
+from dashboard.insight import Insight, insight_routes
+from dashboard.recorder import StepRecorder
+from dashboard.settings import Settings
 from infer import options
 from infer.client import Engine, LinkedClient, start_thread
 from infer.config import EngineConfig
-from infer.engineloop import Transitions
+from infer.engineloop import Advance, Transitions
 from infer.engineoptions import ENGINE_TEXTS, LOAD_TEXTS, LoadOptions
 from infer.errors import ConfigError, InferError
+from infer.presets import DEFAULT, find_preset
 from infer.server.app import create_app
 from infer.server.banner import banner
 from infer.server.config import ServerConfig
 from infer.server.middleware import configure_logging
 from infer.tokenizer import Tokenizer
 from infer.transport import start_process
+from infer.types import EngineInfo
 from metrics import CountRequests, Metrics
 
 KEY_VARIABLE = "PURESTEP_API_KEY"
@@ -47,6 +54,7 @@ SERVER_TEXTS = {
     "allowed_origins": "web origin that may call from a browser; may be repeated",
     "served_model_name": "name clients use for the model; may be repeated",
     "engine_process": "run the engine in a process of its own; default: on CUDA",
+    "dashboard": "the chat page, at /ui",
     "max_queue": "sequences that may wait; more get 429",
     "max_body_bytes": "largest request body",
     "max_messages": "messages of a conversation",
@@ -127,7 +135,10 @@ async def serve(plan: ServePlan) -> None:
     """
     began = time.monotonic()
     with _bind(plan.server) as listener:
-        client, tokenizer = await _start_engine(plan)
+        pages = _start_import(plan.server)
+        recorder = StepRecorder()
+        client, tokenizer = await _start_engine(plan, recorder)
+        await pages
         try:
             with Metrics(client.info, handlers=("/v1/chat/completions", "/v1/completions")) as seen:
                 client.add_observer(seen)
@@ -140,6 +151,7 @@ async def serve(plan: ServePlan) -> None:
                     middleware=[Middleware(CountRequests, on_http=seen.on_http)],
                 )
                 port = listener.getsockname()[1]
+                _add_pages(app, plan, client.info, tokenizer, seen, recorder, port)
                 text = banner(client.info, plan.server, port, time.monotonic() - began)
                 await _answer(app, client, plan.server, listener, text)
         finally:
@@ -152,18 +164,19 @@ def build_engine(settings: Mapping[str, Any]) -> Engine:
     Raises:
         InferError: the model or an option is wrong.
     """
-    engine, _ = _build(settings)
+    engine, _ = _build(settings, None)
     return engine
 
 
-def _build(settings: Mapping[str, Any]) -> tuple[Engine, Tokenizer | None]:
+def _build(
+    settings: Mapping[str, Any], recorder: StepRecorder | None
+) -> tuple[Engine, Tokenizer | None]:
     # torch is imported here: a server whose engine is another process does without it.
     from infer.engine import abort, has_work, submit
     from infer.info import engine_info
     from infer.initialize import init
     from infer.llm import advance
     from infer.loading import load
-    from infer.presets import find_preset
 
     wanted = settings["load"]
     name = wanted.get("model")
@@ -171,20 +184,32 @@ def _build(settings: Mapping[str, Any]) -> tuple[Engine, Tokenizer | None]:
     model = load(**wanted)
     config = EngineConfig(**{**(preset.engine if preset else {}), **settings["engine"]})
     state = init(model, config)
-    transitions = Transitions(submit=submit, abort=abort, has_work=has_work, advance=advance)
+    go_on = advance if recorder is None else _recorded(advance, recorder)
+    transitions = Transitions(submit=submit, abort=abort, has_work=has_work, advance=go_on)
     info = engine_info(model, state)
     return Engine(transitions=transitions, model=model, state=state, info=info), model.tokenizer
 
 
-async def _start_engine(plan: ServePlan) -> tuple[LinkedClient, Tokenizer]:
+def _recorded(advance: Advance, recorder: StepRecorder) -> Advance:
+    """``advance``, with every collected step noted for the inspector."""
+
+    def advance_and_record(
+        model: Any, state: Any, tickets: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...], Sequence[Any]]:
+        state, tickets, reports = advance(model, state, tickets)
+        for report in reports:
+            recorder.record(report, state)  # type: ignore[arg-type]
+        return state, tickets, reports
+
+    return advance_and_record
+
+
+async def _start_engine(plan: ServePlan, recorder: StepRecorder) -> tuple[LinkedClient, Tokenizer]:
     settings = {
         "load": {name: getattr(plan.load, name) for name in LOAD_TEXTS},
         "engine": dict(plan.engine),
     }
-    apart = plan.server.engine_process
-    if apart is None:
-        apart = _on_cuda(plan.load.device)
-    if apart:
+    if _apart(plan):
         client = await start_process("infer.app:build_engine", settings)
         folder = client.info.model_path
         tokenizer = None if folder is None else await _read_tokenizer(folder)
@@ -192,7 +217,7 @@ async def _start_engine(plan: ServePlan) -> tuple[LinkedClient, Tokenizer]:
         left: list[Tokenizer | None] = []
 
         def build() -> Engine:
-            engine, tokenizer = _build(settings)
+            engine, tokenizer = _build(settings, recorder)
             left.append(tokenizer)
             return engine
 
@@ -205,6 +230,44 @@ async def _start_engine(plan: ServePlan) -> tuple[LinkedClient, Tokenizer]:
             "add tokenizer.json to its folder"
         )
     return client, tokenizer
+
+
+def _start_import(config: ServerConfig) -> Awaitable[Any]:
+    """Import the pages, which takes seconds, while the model is loaded."""
+    name = "dashboard.pages" if config.dashboard else "dashboard"
+    return asyncio.ensure_future(asyncio.to_thread(importlib.import_module, name))
+
+
+def _add_pages(
+    app: FastAPI,
+    plan: ServePlan,
+    info: EngineInfo,
+    tokenizer: Tokenizer,
+    seen: Metrics,
+    recorder: StepRecorder,
+    port: int,
+) -> None:
+    """Mount the chat page and the routes it looks at the engine through."""
+    if not plan.server.dashboard:
+        return
+    from dashboard.pages import mount  # loads gradio
+
+    preset = find_preset(plan.load.model or DEFAULT)
+    chat = preset.chat if preset is not None else {}
+    insight = Insight.of(
+        info, defaults={**info.sampling, **chat}, chat_template=tokenizer.chat_template
+    )
+    in_process = not _apart(plan)
+    app.include_router(insight_routes(insight, seen.read, recorder.to_json if in_process else None))
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(plan.server.host, plan.server.host)
+    address = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    mount(app, Settings(url=f"http://{address}:{port}", api_key=plan.server.api_key))
+
+
+def _apart(plan: ServePlan) -> bool:
+    """Whether the engine gets a process of its own."""
+    wanted = plan.server.engine_process
+    return _on_cuda(plan.load.device) if wanted is None else wanted
 
 
 def _on_cuda(device: str) -> bool:

@@ -68,6 +68,9 @@ class Report(Protocol):
     def stats(self) -> StepStats: ...
 
 
+Advance = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...], Sequence[Report]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Transitions:
     """The state transitions the loop calls; the engine's own, or those of a test.
@@ -80,7 +83,7 @@ class Transitions:
     submit: Callable[[Any, Request], Any]
     abort: Callable[[Any, str], Any]
     has_work: Callable[[Any], bool]
-    advance: Callable[[Any, Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...], Sequence[Report]]]
+    advance: Advance
 
 
 class Inbox:

@@ -8,6 +8,7 @@ from importlib import metadata
 
 import torch
 
+from infer.config import GenerationDefaults
 from infer.initialize import kv_bytes_per_token
 from infer.model import Model
 from infer.state import EngineState
@@ -25,7 +26,7 @@ def engine_info(model: Model, state: EngineState) -> EngineInfo:
         architecture=model.config.architecture,
         device=_device_name(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        attention_backend=config.attention_backend,
+        attention_backend=_backend(config.attention_backend, model.device),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -40,7 +41,20 @@ def engine_info(model: Model, state: EngineState) -> EngineInfo:
         versions={"python": platform.python_version(), **_versions()},
         config=asdict(model.config),
         model_path=model.path,
+        sampling=_sampling(model.defaults),
     )
+
+
+def _backend(name: str, device: torch.device) -> str:
+    """The backend that ``auto`` stands for."""
+    if name != "auto":
+        return name
+    return "triton" if device.type == "cuda" else "torch"
+
+
+def _sampling(defaults: GenerationDefaults) -> dict[str, float]:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: getattr(defaults, name) for name in names}
 
 
 def _device_name(device: torch.device) -> str:

@@ -292,6 +292,7 @@ class EngineInfo:
     versions: Mapping[str, str]
     config: Mapping[str, Any] = field(default_factory=dict)  # the model configuration, for display
     model_path: str | None = None  # the checkpoint's folder, if it has one
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's own defaults
 
 
 class RejectionKind(StrEnum):

@@ -24,6 +24,7 @@ def banner(info: EngineInfo, config: ServerConfig, port: int, seconds: float) ->
         f"{info.max_num_batched_tokens} a step",
         "API": f"{url}/v1 ({'with the API key' if config.api_key else 'no key needed'})",
         "metrics": f"{url}/metrics",
+        **({"chat": f"{url}/ui/"} if config.dashboard else {}),
     }
     lines = [f"  {name:<9} {text}" for name, text in rows.items()]
     version = info.versions.get("purestep")

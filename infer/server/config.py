@@ -26,6 +26,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()  # web origins that may call from a browser
     served_model_name: tuple[str, ...] = ()  # empty: the model's own name; the first is canonical
     engine_process: bool | None = None  # a process of its own; None: on CUDA
+    dashboard: bool = True  # the chat page, at /ui
     max_queue: int = 256  # sequences that may wait beside max_num_seqs running ones
     max_body_bytes: int = 4 << 20
     max_messages: int = 1024

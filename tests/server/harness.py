@@ -92,6 +92,7 @@ def serving(
     config = ServerConfig(port=0, **options)
     listener = socket.create_server(("127.0.0.1", 0))
     ready: list[Running] = []
+    failures: list[BaseException] = []
     started = threading.Event()
     stop = threading.Event()
 
@@ -124,9 +125,19 @@ def serving(
         server.should_exit = True
         await serve
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()), name="server")
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            started.set()
+
+    thread = threading.Thread(target=run, name="server", daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(120)
+    if failures:
+        raise failures[0]
     try:
         yield ready[0]
     finally:
@@ -134,6 +145,7 @@ def serving(
         thread.join(20)
         listener.close()
         assert not thread.is_alive()
+        assert not failures
 
 
 class _Server(uvicorn.Server):
