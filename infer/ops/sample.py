@@ -55,6 +55,11 @@ class SampleFlags:
     top_p: bool = False
     min_p: bool = False
 
+    @property
+    def truncates(self) -> bool:
+        """Some row truncates."""
+        return self.top_k or self.top_p or self.min_p
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -89,6 +94,11 @@ def sample(
     """
     if flags.greedy:
         return _greedy(logits, sample_logits, vocab_offset)
+    if logits.is_cuda and flags.truncates:
+        from infer.ops.triton_sample import sample_truncated  # an install for CPUs has no Triton
+
+        logits = logits.float().contiguous()
+        return sample_truncated(logits, sample_logits, positions, params, vocab_offset=vocab_offset)
     greedy = params.temperature < GREEDY_BELOW
     scaled = logits.index_select(0, sample_logits).float()
     scaled = scaled / torch.where(greedy, 1.0, params.temperature).unsqueeze(-1)
@@ -154,7 +164,8 @@ def _by_kind(
     if rows.numel():
         scores[rows], ids[rows] = scaled[rows].max(dim=-1)
     # A few rows at a time, so that the integer work stays in the core's cache.
-    for rows in (~greedy & ~truncated).nonzero().squeeze(-1).split(max(1, _TILE // vocab)):
+    plain = (~greedy & ~truncated).nonzero().squeeze(-1)
+    for rows in torch.split(plain, max(1, _TILE // vocab)):
         values = scaled[rows]
         noise = _noise((keys[0][rows], keys[1][rows]), values, vocab_offset)
         scores[rows], ids[rows] = (values - noise).max(dim=-1)
