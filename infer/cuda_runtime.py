@@ -145,6 +145,8 @@ class CudaRuntime(Runtime):
             return Replayed(*self._returns.start(graph.results), num_samples), kv, rows
         assert graph.logits is not None
         wants = extras(plan, seqs, uploaded)
+        if self.on_logits is not None:
+            self.on_logits(graph.logits[:num_samples])
         values, rows = step.pick(model, graph.logits, rows, graph.batch, wants)
         return Fetched(values, num_samples), kv, rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -70,6 +71,8 @@ class Runtime:
         self._model = model
         self._executable = executable or model  # the same weights, laid out for the device
         self.uploader: Uploader = uploader or Direct()
+        # Shown every step's logits, f32[num_logits, vocab_size], in service None; see infer.verify.
+        self.on_logits: Callable[[Tensor], None] | None = None
 
     def executable(self, model: Model) -> Model:
         """The form of ``model`` that runs here.
@@ -140,6 +143,8 @@ class Runtime:
             none = batch.sample_rows
             return DeviceValues(none, none.bool(), None, prompt), kv, rows
         scores = step.logits(model, self.ops, hidden, batch.logits_rows)
+        if self.on_logits is not None:
+            self.on_logits(scores)
         values, rows = step.pick(model, scores, rows, batch, wants)
         return DeviceValues(values.tokens, values.nan, values.logprobs, prompt), kv, rows
 
