@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from infer import engine
 from infer.config import EngineConfig
-from infer.errors import ConfigError, RequestError, StateError
+from infer.errors import ConfigError, EngineError, RequestError, StateError
 from infer.initialize import init
 from infer.interrupt import deferred_interrupt
 from infer.loading import load
@@ -149,6 +149,14 @@ class LLM:
         finally:
             await asyncio.to_thread(deltas.close)  # type: ignore[attr-defined]
 
+    def close(self) -> None:
+        """End the other ranks of a tensor-parallel model now, not when the last reference goes.
+
+        With one rank there is nothing to end.
+        """
+        if self.model.tp.link is not None:
+            self.model.tp.link.close()
+
     def encode(self, prompt: Prompt | Messages) -> list[int]:
         """Token ids of a text or, through the chat template, of messages; ids stay as they are."""
         return list(self._one_prompt(prompt, {}))
@@ -197,6 +205,8 @@ class LLM:
     # --- running ----------------------------------------------------------------------------------
 
     def _start(self, requests: list[Request]) -> dict[str, OutputBuilder]:
+        if self.model.tp.link is not None:
+            self.model.tp.link.check()
         if engine.has_work(self.state):
             raise StateError("this LLM's state has requests of its own; step it to its end first")
         arrival = time.monotonic()
@@ -206,6 +216,7 @@ class LLM:
     def _steps(self, builders: Mapping[str, OutputBuilder]) -> Iterator[Report]:
         """Run to the end; however this is left, nothing of the requests stays behind."""
         tickets: tuple[Ticket, ...] = ()
+        failed = False
         try:
             while engine.has_work(self.state):
                 began = time.monotonic()
@@ -215,8 +226,12 @@ class LLM:
                     for name in report.plan.admitted:
                         builders[name].scheduled(began)
                     yield report
+        except EngineError:
+            failed = True  # the ranks have ended, and nothing can be stepped any more
+            raise
         finally:
-            self._drain(builders, tickets)
+            if not failed:
+                self._drain(builders, tickets)
 
     def _drain(self, builders: Mapping[str, OutputBuilder], tickets: tuple[Ticket, ...]) -> None:
         with deferred_interrupt():

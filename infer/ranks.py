@@ -151,6 +151,8 @@ class _Followers:
             _shut(control)
         if self.group is not None:
             groups.abort(self.group)
+        for process in self.processes.values():
+            process.wait()
 
     def end(self) -> None:
         """Tell the followers to stop, wait for them, and free everything. Idempotent."""

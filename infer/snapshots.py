@@ -38,9 +38,11 @@ def snapshot(state: EngineState, *, kv: bool = True) -> Snapshot:
 
     Raises:
         StateError: a step is in flight (its tokens belong to no state yet), or the state was
-            already advanced.
+            already advanced, or ranks follow it.
     """
     check_current(state)
+    if state.outside is not None:
+        raise StateError(_LED)
     if state.host.in_flight:
         raise StateError("a snapshot needs a state at rest; collect the launched steps first")
     if not kv:
@@ -59,6 +61,8 @@ def restore(model: Model, snap: Snapshot) -> EngineState:
 
     A snapshot can be restored any number of times. The model must be the one it was taken with.
     """
+    if model.tp.link is not None:
+        raise StateError(_LED)
     state = init(model, snap.config)
     if snap.kv is not None:
         index = torch.from_numpy(snap.kv_blocks).to(model.device).long()
@@ -73,6 +77,12 @@ def restore(model: Model, snap: Snapshot) -> EngineState:
     seqs = _private(snap.host.seqs)
     busy = tuple(np.flatnonzero(seqs.status != Status.FREE).tolist())
     return replace(state, host=replace(snap.host, seqs=seqs, dirty=busy))
+
+
+_LED = (
+    "a snapshot holds the KV of one rank, but other ranks follow this one; run the program on "
+    "every rank, with torch.distributed initialized, and each takes and restores its own"
+)
 
 
 def _private(seqs: Sequences) -> Sequences:
