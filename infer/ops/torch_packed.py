@@ -105,7 +105,7 @@ def pack(weights: Weights, *, wide: bool | None = None) -> Weights:
 def layers(
     form: PackedForm, kv: KVCache, stream: Tensor, step: TorchStep, shape: LayerShape
 ) -> Tensor:
-    """Run every layer over the residual stream, ``[num_tokens, hidden_size]`` in the form's dtype."""
+    """Run every layer over the residual stream ``[num_tokens, hidden_size]``, typed as ``form``."""
     for index, w in enumerate(form.layers):
         qkv = _linear(rms_norm(stream, w.input_norm, shape.eps), w.qkv, w.qkv_bias)
         k_cache, v_cache = kv.k[index], kv.v[index]

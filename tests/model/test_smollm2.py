@@ -1,0 +1,96 @@
+"""The embedded default model against transformers on the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from infer.errors import InferError
+from infer.loading import load
+from infer.model import Model
+from infer.ops.torch_packed import pack
+from tests.model.reference import Driver, config_of, reference_logits, relative_error
+
+TEXT = "The capital of France is Paris. Its best known sights are"
+
+
+@pytest.fixture(scope="module")
+def ours() -> Model:
+    try:
+        return load("smollm2-135m", device="cpu", dtype="float32", progress=False)
+    except InferError as error:
+        pytest.skip(f"no default model here: {error}")
+
+
+@pytest.fixture(scope="module")
+def theirs(ours: Model) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(ours.path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(ours: Model) -> list[int]:
+    assert ours.tokenizer is not None
+    return list(ours.tokenizer.encode(TEXT))
+
+
+def driver_of(model: Model, **options: Any) -> Driver:
+    return Driver(cfg=model.config, weights=model.weights, **options)
+
+
+def test_configuration(ours: Model, theirs: PreTrainedModel) -> None:
+    read = config_of(theirs)
+    for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "rms_norm_eps"):
+        assert getattr(ours.config, name) == getattr(read, name), name
+
+
+def test_logits_at_every_position(
+    ours: Model, theirs: PreTrainedModel, prompt_ids: list[int]
+) -> None:
+    want = reference_logits(theirs, prompt_ids)
+    whole = driver_of(ours).run([(0, prompt_ids)])[0]
+    assert relative_error(whole, want) < 1e-4
+    chunked = driver_of(ours, block_size=256)
+    parts = [chunked.run([(0, part)])[0] for part in (prompt_ids[:5], prompt_ids[5:])]
+    assert relative_error(torch.cat(parts), want) < 1e-4
+
+
+def test_64_greedy_tokens(ours: Model, theirs: PreTrainedModel, prompt_ids: list[int]) -> None:
+    ids = torch.tensor([prompt_ids])
+    want = theirs.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=64,
+        min_new_tokens=64,
+        do_sample=False,
+        repetition_penalty=1.0,
+        pad_token_id=0,
+    )[0, len(prompt_ids) :].tolist()
+    driver = Driver(cfg=ours.config, weights=pack(ours.weights))
+    rows, got = (2, 5), []  # the same prompt twice in a batch: both continue alike
+    out = driver.run([(row, prompt_ids) for row in rows])
+    for _ in range(64):
+        tokens = [int(logits[-1].argmax()) for logits in out]
+        assert tokens[0] == tokens[1]
+        got.append(tokens[0])
+        out = driver.run([(row, tokens[:1]) for row in rows])
+    assert got == want
+
+
+def test_bfloat16_error(ours: Model, theirs: PreTrainedModel, prompt_ids: list[int]) -> None:
+    half = AutoModelForCausalLM.from_pretrained(ours.path, dtype=torch.bfloat16).eval()
+    exact = AutoModelForCausalLM.from_pretrained(ours.path, dtype=torch.bfloat16).float().eval()
+    want = reference_logits(exact, prompt_ids)
+    allowed = 1.25 * mean_error(reference_logits(half, prompt_ids), want)
+    model = load("smollm2-135m", device="cpu", dtype="bfloat16", progress=False)
+    for wide in (False, True):
+        driver = Driver(cfg=model.config, weights=pack(model.weights, wide=wide))
+        outs = driver.run([(0, prompt_ids[:8])])
+        outs += [driver.run([(0, [token])])[0] for token in prompt_ids[8:]]
+        assert mean_error(torch.cat(outs), want) <= allowed
+
+
+def mean_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).mean())
