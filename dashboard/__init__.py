@@ -9,10 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dashboard.insight import Insight, insight_routes
-    from dashboard.pages import build_app, mount
-    from dashboard.recorder import StepRecorder
-    from dashboard.settings import Settings
+    from dashboard.insight import Insight as Insight
+    from dashboard.insight import insight_routes as insight_routes
+    from dashboard.pages import build_app as build_app
+    from dashboard.pages import mount as mount
+    from dashboard.recorder import StepRecorder as StepRecorder
+    from dashboard.settings import Settings as Settings
 
 _HOMES = {
     "Insight": "dashboard.insight",
@@ -23,7 +25,7 @@ _HOMES = {
     "mount": "dashboard.pages",
 }
 
-__all__ = [*sorted(_HOMES)]  # noqa: PLE0604
+__all__ = [*sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:

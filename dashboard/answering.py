@@ -48,7 +48,9 @@ class Draft:
             answer_began=begun,
             last=now if spoken else self.last,
             num_pieces=self.num_pieces + len(spoken),
-            finish_reason=next((p.finish_reason for p in pieces if p.finish_reason), self.finish_reason),
+            finish_reason=next(
+                (p.finish_reason for p in pieces if p.finish_reason), self.finish_reason
+            ),
             usage=next((p.usage for p in pieces if p.usage), self.usage),
         )
 

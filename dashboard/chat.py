@@ -172,14 +172,21 @@ class ChatPage:
             p.state, p.bot, p.box, p.status, p.saved, p.system, p.thinking, *p.controls.components,
         ]  # fmt: skip
 
-    def _fields(self, controls: Controls, thinking: bool, values: tuple[Any, ...]) -> dict[str, Any]:
+    def _fields(
+        self, controls: Controls, thinking: bool, values: tuple[Any, ...]
+    ) -> dict[str, Any]:
         fields = controls.settings(values)
         if not thinking:
             fields["chat_template_kwargs"] = {"enable_thinking": False}
         return fields
 
     async def _run(
-        self, request: gr.Request, asked: Conversation, fields: dict[str, Any], *, clear: bool = False
+        self,
+        request: gr.Request,
+        asked: Conversation,
+        fields: dict[str, Any],
+        *,
+        clear: bool = False,
     ) -> AsyncGenerator[list[Any], None]:
         """Answer ``asked`` and show it growing."""
         session = request.session_hash or ""
@@ -230,7 +237,13 @@ class ChatPage:
         kept = _asked(state)
         text = kept.messages[-1].text if kept.messages else ""
         state = talks.cut(kept, max(0, len(kept.messages) - 1))
-        return [state, display(state), gr.update(value=text), self._meter(state), talks.to_json(state)]
+        return [
+            state,
+            display(state),
+            gr.update(value=text),
+            self._meter(state),
+            talks.to_json(state),
+        ]
 
     def _open(self, data: gr.EventData, request: gr.Request) -> list[Any]:
         self._leave(request)
@@ -260,7 +273,13 @@ def _layout() -> Parts:
     with gr.Row(elem_id="chat-page"):
         with gr.Column(elem_id="chat-list", elem_classes="side", min_width=220, scale=0):
             fresh = gr.Button("New conversation", elem_id="new-conversation", variant="secondary")
-            listing = gr.HTML("", js_on_load=LIST_JS, elem_id="conversations", padding=False, apply_default_css=False)
+            listing = gr.HTML(
+                "",
+                js_on_load=LIST_JS,
+                elem_id="conversations",
+                padding=False,
+                apply_default_css=False,
+            )
         with gr.Column(elem_id="chat-main", min_width=300, scale=1):
             bot = gr.Chatbot(
                 elem_id="bot", label="Conversation", show_label=False, height="100%",
@@ -272,7 +291,9 @@ def _layout() -> Parts:
                 max_lines=8, placeholder="Message the model",
                 submit_btn=True, stop_btn=False, autofocus=True,
             )  # fmt: skip
-            status = gr.HTML(meter(0, ""), elem_id="chat-status", padding=False, apply_default_css=False)
+            status = gr.HTML(
+                meter(0, ""), elem_id="chat-status", padding=False, apply_default_css=False
+            )
         with gr.Column(elem_id="chat-settings", elem_classes="side", min_width=250, scale=0):
             system = gr.Textbox(
                 elem_id="system", label="System prompt", lines=3, max_lines=10,

@@ -134,14 +134,13 @@ class EngineApi:
             async with self._http.stream("POST", path, json=whole, timeout=patient) as answer:
                 if answer.status_code != 200:
                     raise _refusal(answer.status_code, await answer.aread())
-                async with aclosing(answer.aiter_lines()) as lines:
-                    async for line in lines:
-                        if not line.startswith("data: ") or line == "data: [DONE]":
-                            continue
-                        document = msgspec.json.decode(line[6:])
-                        if "error" in document:
-                            raise EngineError(str(document["error"].get("message", "failed")))
-                        yield document
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    document = msgspec.json.decode(line[6:])
+                    if "error" in document:
+                        raise EngineError(str(document["error"].get("message", "failed")))
+                    yield document
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 

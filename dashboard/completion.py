@@ -183,8 +183,8 @@ class _Board:
 def _column(prefix: str, name: str, *, visible: bool) -> tuple[Controls, _Board]:
     with gr.Column(visible=visible, min_width=300, elem_id=f"column-{prefix}") as column:
         html = gr.HTML(
-            tokens_html(name, ()), elem_id=f"tokens-{prefix}", padding=False, apply_default_css=False,
-            js_on_load=FORK_JS if name == "A" else None,
+            tokens_html(name, ()), elem_id=f"tokens-{prefix}", padding=False,
+            apply_default_css=False, js_on_load=FORK_JS if name == "A" else None,
         )  # fmt: skip
         with gr.Accordion(f"Settings {name}", open=False, elem_id=f"settings-{prefix}"):
             controls = Controls(build_few(prefix, 48))
@@ -192,9 +192,7 @@ def _column(prefix: str, name: str, *, visible: bool) -> tuple[Controls, _Board]
 
 
 def _update(results: Mapping[str, Completion], *, running: bool) -> list[Any]:
-    boards = [
-        results[name].html(name) if name in results else gr.skip() for name in ("A", "B")
-    ]
+    boards = [results[name].html(name) if name in results else gr.skip() for name in ("A", "B")]
     return [results.get("A", gr.skip()), *boards, gr.update(interactive=running)]
 
 

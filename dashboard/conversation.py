@@ -1,11 +1,11 @@
-"""A conversation as a value: what the chat page shows, keeps in the browser, exports and imports."""
+"""A conversation as a value: shown by the chat page, kept in the browser, exported, imported."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -15,6 +15,7 @@ from infer.errors import RequestError
 FORMAT = "purestep.conversations"
 VERSION = 1
 MAX_TITLE = 60
+T = TypeVar("T")
 UNTITLED = "New conversation"
 
 
@@ -91,9 +92,11 @@ def wire_messages(conversation: Conversation) -> list[dict[str, str]]:
     """The messages of a request. Answers that failed, and past reasoning, are left out."""
     system = conversation.system.strip()
     messages = [{"role": "system", "content": system}] if system else []
-    for message in conversation.messages:
-        if message.text or message.role == "user":
-            messages.append({"role": message.role, "content": message.text})
+    messages += [
+        {"role": message.role, "content": message.text}
+        for message in conversation.messages
+        if message.text or message.role == "user"
+    ]
     return messages
 
 
@@ -132,7 +135,7 @@ def file_json(conversations: tuple[Conversation, ...]) -> str:
     return msgspec.json.format(msgspec.json.encode(file), indent=1).decode()
 
 
-def _decode(text: str, kind: type[Any]) -> Any:
+def _decode(text: str, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, UnicodeError) as error:

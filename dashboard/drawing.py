@@ -49,9 +49,7 @@ def timeline_names(timeline: Timeline) -> list[str]:
 def timeline_html(steps: Sequence[StepBrief], chosen: int | None, colours: Hues) -> str:
     """Steps from left to right, one lane a sequence. A click on a column chooses its step."""
     steps = steps[-MAX_STEPS:]
-    lanes = list(
-        dict.fromkeys((bar.request_id, bar.choice) for step in steps for bar in step.bars)
-    )
+    lanes = list(dict.fromkeys((bar.request_id, bar.choice) for step in steps for bar in step.bars))
     hidden = max(0, len(lanes) - MAX_LANES)
     lanes = lanes[-MAX_LANES:]
     place = {lane: i for i, lane in enumerate(lanes)}
@@ -70,7 +68,8 @@ def timeline_html(steps: Sequence[StepBrief], chosen: int | None, colours: Hues)
         f'<div class="timeline"><div class="lanes" style="padding-top:{HEAD}px">{labels}</div>'
         f'<div class="track" tabindex="0" role="group" aria-label="Timeline of {len(steps)} steps">'
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{len(steps)} steps of {len(lanes)} sequences">{columns}</svg></div></div>{more}'
+        f'aria-label="{len(steps)} steps of {len(lanes)} sequences">{columns}</svg></div></div>'
+        f"{more}"
     )
 
 
@@ -89,9 +88,11 @@ def _column(
         f"{step.num_sequences} sequences, {step.seconds * 1000:.1f} ms{preempted}"
     )
     parts = [
-        f'<g class="column{" chosen" if chosen else ""}" data-step="{step.step}">'
-        f"<title>{escape(title)}</title>"
-        f'<rect class="back" x="{x}" y="0" width="{COLUMN}" height="{height}"/>'
+        (
+            f'<g class="column{" chosen" if chosen else ""}" data-step="{step.step}">'
+            f"<title>{escape(title)}</title>"
+            f'<rect class="back" x="{x}" y="0" width="{COLUMN}" height="{height}"/>'
+        )
     ]
     if label:
         parts.append(
@@ -114,12 +115,10 @@ def _column(
                 f'<circle class="end hue-{hue}" cx="{x + COLUMN - 2}" cy="{y + 10}" r="4"/>'
             )
     for name in step.preempted:
-        for lane, i in place.items():
-            if lane[0] == name:
+        for (owner, _), i in place.items():
+            if owner == name:
                 y = HEAD + i * LANE + 10
-                parts.append(
-                    f'<path class="preempted" d="M{x + 3},{y - 5}l10,10m0,-10l-10,10"/>'
-                )
+                parts.append(f'<path class="preempted" d="M{x + 3},{y - 5}l10,10m0,-10l-10,10"/>')
     parts.append("</g>")
     return "".join(parts)
 
@@ -152,7 +151,9 @@ def _cell(cell: Cell, per_cell: int, colours: Hues) -> str:
         kind = "cached" if cell.cached else "free"
     hue = f" hue-{colours.get(cell.owners[0], 0)}" if cell.owners else ""
     name = (
-        f"block {cell.first}" if per_cell == 1 else f"blocks {cell.first}–{cell.first + per_cell - 1}"
+        f"block {cell.first}"
+        if per_cell == 1
+        else f"blocks {cell.first}–{cell.first + per_cell - 1}"
     )
     held = f": held by {', '.join(map(short, cell.owners))}" if cell.owners else f": {kind}"
     times = f", {cell.ref_count} times" if cell.ref_count > 1 else ""

@@ -84,9 +84,16 @@ class InspectorPage:
             gr.HTML(
                 '<p class="hint">Choose a step with a click, or with the arrow keys on the '
                 "timeline. That pauses the view.</p>",
-                padding=False, apply_default_css=False,
+                padding=False,
+                apply_default_css=False,
             )
-        board = gr.HTML("", elem_id="inspector-board", js_on_load=PICK_JS, padding=False, apply_default_css=False)
+        board = gr.HTML(
+            "",
+            elem_id="inspector-board",
+            js_on_load=PICK_JS,
+            padding=False,
+            apply_default_css=False,
+        )
         chosen = gr.State(None)
         timer = gr.Timer(PERIOD_S, active=False)
 

@@ -25,7 +25,7 @@ TINY = ModelConfig(
     rms_norm_eps=1e-6,
     rope=RopeConfig(),
     max_position_embeddings=1024,
-    tie_word_embeddings=True,
+    tie_word_embeddings=False,
     qk_norm=True,
     dtype="float32",
 )

@@ -31,9 +31,7 @@ class ModelPage:
             except InferError as error:
                 return failure(error)
 
-        tab.select(
-            fill, None, board, queue=False, show_progress="hidden", api_visibility="private"
-        )
+        tab.select(fill, None, board, queue=False, show_progress="hidden", api_visibility="private")
 
 
 def model_html(insight: Insight) -> str:

@@ -61,8 +61,11 @@ class Pacer:
                     drawn = time.monotonic()
                     yield batch
                     left = drawn + self.interval(fastest_s) - time.monotonic()
-                    await asyncio.wait((reader, stopper), timeout=max(0.0, left),
-                                       return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        (reader, stopper),
+                        timeout=max(0.0, left),
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
                 elif reader.done():
                     reader.result()
                     return

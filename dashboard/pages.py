@@ -45,7 +45,9 @@ def build_app(settings: Settings) -> Any:
     pacer = Pacer(settings.max_updates_per_s)
     chat = ChatPage(api, pacer)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as demo:
-        header = gr.HTML(header_html(None), elem_id="page-header", padding=False, apply_default_css=False)
+        header = gr.HTML(
+            header_html(None), elem_id="page-header", padding=False, apply_default_css=False
+        )
         with gr.Tabs(elem_id="pages") as tabs:
             with gr.Tab("Chat", id="chat", elem_id="tab-chat"):
                 parts = chat.build()

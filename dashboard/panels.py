@@ -60,7 +60,9 @@ def board_html(reading: Reading) -> str:
 
 
 def _tiles(reading: Reading) -> str:
-    rate = next((v for v in reversed(reading.history.series["generated_tokens"]) if v is not None), 0)
+    rate = next(
+        (v for v in reversed(reading.history.series["generated_tokens"]) if v is not None), 0
+    )
     return tiles(
         tile("Running", str(reading.running), f"{reading.waiting} waiting"),
         tile("Throughput", f"{rate:.3g}", "tokens/s generated"),

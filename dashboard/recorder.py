@@ -42,9 +42,7 @@ class StepRecorder:
         return Timeline(
             block_size=chosen.plan.block_size if chosen else 0,
             steps=tuple(
-                step_brief(
-                    r.plan, r.stats, [f.request_id for f in r.accepted.finished]
-                )
+                step_brief(r.plan, r.stats, [f.request_id for f in r.accepted.finished])
                 for r in reports
             ),
             blocks=None if blocks is None else block_map(*blocks),

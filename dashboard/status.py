@@ -18,7 +18,7 @@ def meter(used: int | None, note: str, limit: int | None = None) -> str:
     level = "full" if share > 0.9 else "high" if share > 0.7 else "low"
     return (
         '<div class="meter" role="status">'
-        f'<span>Context {used:,} of {limit:,} tokens</span>'
+        f"<span>Context {used:,} of {limit:,} tokens</span>"
         f'<span class="meter-track" aria-hidden="true"><span class="meter-fill {level}" '
         f'style="width:{100 * share:.1f}%"></span></span></div>'
     )

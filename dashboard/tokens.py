@@ -36,9 +36,7 @@ def tokens_of(text: str, logprobs: Mapping[str, Any] | None) -> list[Token]:
     ]
 
 
-def tokens_html(
-    name: str, tokens: Sequence[Token], *, prefix: str = "", note: str = ""
-) -> str:
+def tokens_html(name: str, tokens: Sequence[Token], *, prefix: str = "", note: str = "") -> str:
     """A column of tokens, coloured by probability; page.js shows the alternatives of one."""
     body = "".join(_token(i, token) for i, token in enumerate(tokens))
     if prefix:

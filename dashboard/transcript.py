@@ -1,4 +1,4 @@
-"""How a conversation looks in the chat component: messages, thinking blocks and statistics lines."""
+"""How a conversation looks in the chat component: messages, thinking, statistics."""
 
 from __future__ import annotations
 

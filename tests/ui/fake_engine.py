@@ -117,14 +117,14 @@ class FakeEngine:
                    for p in ("p50", "p95")},
             }.items()
         }  # fmt: skip
+        times = tuple(now - (count - i) * every for i in range(count))
         latency = Latency(count=10, p50=0.2, p95=0.31, p99=0.4)
         return Reading(
             model_name=INFO.model_name, engine="0", time=now, running=self.running, waiting=0,
             kv_usage=0.3, free_blocks=300, used_blocks=150, cached_blocks=62,
             totals={"infer_generation_tokens_total": 1234.0},
             latencies=dict.fromkeys(("ttft", "tpot", "itl", "e2e"), latency),
-            history=History(every=every, times=tuple(now - (count - i) * every for i in range(count)),
-                            series=series),
+            history=History(every=every, times=times, series=series),
         )  # fmt: skip
 
     def _answer(self, body: dict[str, Any]) -> tuple[str, list[str]]:

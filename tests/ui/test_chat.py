@@ -21,6 +21,13 @@ LEAVING = ("AbortError", "errored out", "network error", "Failed to fetch")
 
 
 def ask(page: Any, text: str) -> None:
+    page.evaluate(
+        """() => {
+          const id = sessionStorage.getItem('purestep.open');
+          const talk = JSON.parse(localStorage.getItem('purestep.conversation.' + id) || 'null');
+          window.seen = talk && talk.updated;
+        }"""
+    )
     page.locator("#msg textarea").fill(text)
     page.locator("#msg textarea").press("Enter")
 
@@ -67,9 +74,7 @@ def test_answer_streams_with_statistics(open_page: Callable[..., Any], site: Sit
     assert body["temperature"] == 0.2 and body["top_p"] == 0.9  # the model's defaults
 
 
-def test_stop_frees_the_engine_within_a_second(
-    open_page: Callable[..., Any], site: Site
-) -> None:
+def test_stop_frees_the_engine_within_a_second(open_page: Callable[..., Any], site: Site) -> None:
     page = open_page()
     ask(page, "a long one")
     expect(page.locator(BOT).first).to_contain_text("word5")
@@ -326,7 +331,9 @@ def test_usable_at_390_pixels(open_page: Callable[..., Any]) -> None:
 
 def test_dark_mode(open_page: Callable[..., Any], site: Site) -> None:
     def brightness(page: Any) -> float:
-        colour: str = page.evaluate("getComputedStyle(document.querySelector('gradio-app')).backgroundColor")
+        colour: str = page.evaluate(
+            "getComputedStyle(document.querySelector('gradio-app')).backgroundColor"
+        )
         return sum(int(n) for n in colour[4:-1].split(",")[:3]) / 3
 
     light = open_page(url=f"{site.url}?__theme=light")
