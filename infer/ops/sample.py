@@ -55,11 +55,6 @@ class SampleFlags:
     top_p: bool = False
     min_p: bool = False
 
-    @property
-    def truncates(self) -> bool:
-        """Some row truncates."""
-        return self.top_k or self.top_p or self.min_p
-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -94,11 +89,11 @@ def sample(
     """
     if flags.greedy:
         return _greedy(logits, sample_logits, vocab_offset)
-    if logits.is_cuda and flags.truncates:
-        from infer.ops.triton_sample import sample_truncated  # an install for CPUs has no Triton
+    if logits.is_cuda:
+        from infer.ops.triton_sample import sample_rows  # an install for CPUs has no Triton
 
         logits = logits.float().contiguous()
-        return sample_truncated(logits, sample_logits, positions, params, vocab_offset=vocab_offset)
+        return sample_rows(logits, sample_logits, positions, params, vocab_offset=vocab_offset)
     greedy = params.temperature < GREEDY_BELOW
     scaled = logits.index_select(0, sample_logits).float()
     scaled = scaled / torch.where(greedy, 1.0, params.temperature).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""The sampling kernel and the GPU path against the CPU path."""
+"""The sampling kernels and the GPU path against the CPU path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infer.ops.sample import SampleFlags, SamplingRows, sample
-from infer.ops.triton_sample import MAX_CANDIDATES, sample_truncated
+from infer.ops.triton_sample import MAX_CANDIDATES, sample_rows
 from tests.ops.sampling import flags_of, random_rows, rows_of
 
 I32 = torch.int32
@@ -25,11 +25,11 @@ def on(rows: SamplingRows, device: torch.device) -> SamplingRows:
 def check(
     logits: torch.Tensor, rows: SamplingRows, device: torch.device, block: int = 1024
 ) -> None:
-    """The kernel's tokens and scores are those of the CPU path."""
+    """The kernels' tokens and scores are those of the CPU path."""
     count = logits.shape[0]
     expected = sample(logits, index(count), index(count), rows, flags_of(rows))
     at = index(count).to(device)
-    got = sample_truncated(logits.to(device), at, at, on(rows, device), block=block)
+    got = sample_rows(logits.to(device), at, at, on(rows, device), block=block)
     assert torch.equal(got.nan.cpu(), expected.nan)
     sound = ~expected.nan
     # Logarithms differ in their last bits between devices; a near tie may fall otherwise.
@@ -75,7 +75,7 @@ def test_broken_logits(bad: float, whole: bool, device: torch.device) -> None:
         logits[3, 7] = bad
     check(logits, random_rows(6, 2), device)
     at = index(6).to(device)
-    got = sample_truncated(logits.to(device), at, at, on(random_rows(6, 2), device), block=512)
+    got = sample_rows(logits.to(device), at, at, on(random_rows(6, 2), device), block=512)
     assert ((got.tokens >= 0) & (got.tokens < 400)).all()
 
 
@@ -84,7 +84,7 @@ def test_shared_logits_and_a_vocabulary_offset(device: torch.device) -> None:
     sources = torch.tensor([1, 1, 0, 1], dtype=I32)
     rows = rows_of(4, top_k=[0, 50, 3, 0], seed=[1, 2, 3, 4])
     expected = sample(logits, sources, index(4), rows, flags_of(rows), vocab_offset=700)
-    got = sample_truncated(
+    got = sample_rows(
         logits.to(device), sources.to(device), index(4).to(device), on(rows, device),
         vocab_offset=700, block=512,
     )  # fmt: skip
@@ -92,6 +92,7 @@ def test_shared_logits_and_a_vocabulary_offset(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_cuda_never_waits() -> None:
     logits = torch.randn(64, 5000, generator=torch.manual_seed(1)) * 3
     for rows in (random_rows(64, 1), rows_of(64), rows_of(64, temperature=0)):
@@ -99,8 +100,8 @@ def test_cuda_never_waits() -> None:
         at = index(64).cuda()
         inputs = (logits.cuda(), at, at, on(rows, torch.device("cuda")), flags_of(rows))
         sample(*inputs)  # whatever is loaded lazily
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             got = sample(*inputs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
