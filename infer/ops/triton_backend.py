@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infer.batch import AttentionMeta
 from infer.kv import KVCache
-from infer.ops import LayerShape, triton_norm, triton_store
+from infer.ops import LayerShape, triton_store
 from infer.ops.sample import Sampled, SamplingRows
 from infer.ops.triton_decode import decode_attention
 from infer.ops.triton_plan import DecodePlan, decode_config, plan_decode
@@ -22,7 +22,6 @@ from infer.ops.triton_step import (
     decode_sample,
     uses_dependent_launch,
 )
-from infer.ops.triton_vector import MAX_ROWS
 from infer.weights import Weights
 
 
@@ -154,11 +153,7 @@ class TritonDecode:
 
     def normed(self, weights: Weights, run: tuple[DecodeBuffers, DecodeInputs]) -> Tensor:
         """The final norm of every row, for an LM head of one's own."""
-        buffers, step = run
-        if buffers.hidden.shape[0] > MAX_ROWS:
-            return buffers.normed
-        out, _ = triton_norm.add_rms_norm(buffers.hidden, None, weights.norm, step.shape.eps)
-        return out
+        return run[0].normed
 
 
 def fused_decode(cos_sin: Tensor) -> TritonDecode:

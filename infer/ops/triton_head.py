@@ -19,17 +19,18 @@ from infer.ops.triton_common import (
     cdiv,
     dot,
     dot_precision,
+    interpreted,
     launch_options,
     next_power_of_2,
     release_successor,
 )
+from infer.ops.triton_matrix import prefetch_rows
 from infer.ops.triton_noise import row_keys, sampling_score
-from infer.ops.triton_vector import MAX_ROWS, load_row, load_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """Tile of a program. Up to ``MAX_ROWS`` rows use vectors; block_m is theirs to ignore."""
+    """Tile of a program, warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -38,73 +39,23 @@ class HeadConfig:
     num_stages: int
 
 
-def head_config(rows: int, size_k: int, bits: int) -> HeadConfig:
+def head_config(rows: int, bits: int) -> HeadConfig:
     """The table of configurations."""
-    if rows <= MAX_ROWS:
-        block_n = max(1, 16384 // next_power_of_2(size_k))
-        block_k = min(1024, next_power_of_2(size_k))
-        return HeadConfig(block_m=1, block_n=block_n, block_k=block_k, num_warps=4, num_stages=1)
     if bits == 32:
         return HeadConfig(block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=1)
-    block_m = max(16, min(128, next_power_of_2(rows)))
-    return HeadConfig(
-        block_m=block_m,
-        block_n=128,
-        block_k=64,
-        num_warps=8 if block_m == 128 else 4,
-        num_stages=4,
-    )
+    block_m = max(16, min(64, next_power_of_2(rows)))
+    if block_m < 64:
+        return HeadConfig(block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=3)
+    return HeadConfig(block_m=block_m, block_n=64, block_k=64, num_warps=4, num_stages=4)
 
 
 @triton.jit
-def _vector_head_kernel(
-    x_ptr, x_stride, w_ptr, norm_ptr, best_ptr, id_ptr, sample_rows, positions, temperatures,
-    seeds, choices, num_rows, first_id, eps,
-    SIZE_N: tl.constexpr, SIZE_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Final norm, logits and best of a tile, row by row; tile scores are ``[tile, rows]``."""
-    release_successor(PDL)
-    tile = tl.program_id(0)
-    n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = n < SIZE_N
-    weights = load_weights(w_ptr, n, mask_n, SIZE_K, BLOCK_K, CHUNKS)
-    norms = load_row(norm_ptr, SIZE_K, BLOCK_K, CHUNKS)
-    ids = n.to(tl.int32) + first_id
-    await_predecessor(PDL)
-    x = load_row(x_ptr, SIZE_K, BLOCK_K, CHUNKS)
-    for row in range(num_rows):
-        following = tl.minimum(row + 1, num_rows - 1)
-        next_x = load_row(x_ptr + following * x_stride, SIZE_K, BLOCK_K, CHUNKS)
-        param = tl.load(sample_rows + row)
-        temperature = tl.load(temperatures + param)
-        first, second = row_keys(
-            tl.load(seeds + 2 * param), tl.load(seeds + 2 * param + 1),
-            tl.load(choices + param), tl.load(positions + row),
-        )  # fmt: skip
-        total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        squares = tl.zeros([BLOCK_K], tl.float32)
-        for c in tl.static_range(CHUNKS):
-            squares += x[c] * x[c]
-            total += weights[c].to(tl.float32) * (x[c] * norms[c])[None, :]
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / SIZE_K + eps)
-        logit = tl.sum(total, axis=1) * scale
-        score = sampling_score(logit, temperature, first, second, ids)
-        # No comparison holds for NaN: it must not win.
-        score = tl.where(mask_n & (score == score), score, float("-inf"))
-        best, where = tl.max(score, axis=0, return_indices=True)
-        bad = tl.sum((mask_n & (logit != logit)).to(tl.int32), axis=0) > 0
-        tl.store(best_ptr + tile * num_rows + row, tl.where(bad, float("nan"), best))
-        tl.store(id_ptr + tile * num_rows + row, tile * BLOCK_N + where + first_id)
-        x = next_x
-
-
-@triton.jit
-def _matrix_head_kernel(
+def _head_kernel(
     x_ptr, x_stride, w_ptr, best_ptr, id_ptr, sample_rows, positions, temperatures, seeds, choices,
     num_rows, first_id,
     SIZE_N: tl.constexpr, SIZE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits of normed rows and best of a tile. Row tiles of one weight tile run side by side."""
     release_successor(PDL)
@@ -114,7 +65,8 @@ def _matrix_head_kernel(
     k = tl.arange(0, BLOCK_K)
     mask_m = m < num_rows
     mask_n = n < SIZE_N
-    await_predecessor(PDL)
+    if tile < 512:  # about what runs at once; later tiles load when they start
+        prefetch_rows(w_ptr, tile * BLOCK_N, SIZE_N, 0, SIZE_K, BLOCK_N, SIZE_K, THREADS, PDL)
     param = tl.load(sample_rows + m, mask=mask_m, other=0)
     temperature = tl.load(temperatures + param, mask=mask_m, other=0.0)
     first, second = row_keys(
@@ -123,6 +75,7 @@ def _matrix_head_kernel(
         tl.load(choices + param, mask=mask_m, other=0),
         tl.load(positions + m, mask=mask_m, other=0),
     )
+    await_predecessor(PDL)
     x_where = x_ptr + m[:, None] * x_stride + k[None, :]
     w_where = w_ptr + n.to(tl.int64)[:, None] * SIZE_K + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -137,7 +90,7 @@ def _matrix_head_kernel(
         w = tl.load(w_where + start, mask=mask_w, other=0.0)
         acc = dot(x, tl.trans(w), acc, PRECISION)
     ids = (n + first_id)[None, :]
-    score = sampling_score(acc, temperature[:, None], first[:, None], second[:, None], ids)
+    score = sampling_score(acc, temperature[:, None], first[:, None], second[:, None], ids, FAST)
     score = tl.where(mask_n[None, :] & (score == score), score, float("-inf"))
     best, where = tl.max(score, axis=1, return_indices=True)
     bad = tl.sum((mask_n[None, :] & (acc != acc)).to(tl.int32), axis=1) > 0
@@ -182,44 +135,31 @@ def sample_head(
     positions: Tensor,
     params: SamplingRows,
     *,
-    norm: Tensor | None,
-    eps: float = 0.0,
     vocab_offset: int = 0,
     config: HeadConfig | None = None,
     pdl: bool = False,
 ) -> Sampled:
-    """Sample one token from each row's logits ``rms_norm(x) @ lm_head.T``, without truncation.
+    """Sample one token from each row's logits ``x @ lm_head.T``, without truncation.
 
     Args:
-        x: ``[rows, hidden]``. Up to ``MAX_ROWS`` rows come as the residual stream with ``norm``, the
-            final norm's weight; more rows come normed, with ``norm=None``.
+        x: ``[rows, hidden]``, after the final norm.
         sample_rows: i32[rows], each row's place in ``params`` (temperature, seed, choice).
         positions: i32[rows], position of the token to be sampled.
     """
     rows, size_k = x.shape
     size_n = lm_head.shape[0]
-    assert (norm is not None) == (rows <= MAX_ROWS)
-    config = config or head_config(rows, size_k, x.dtype.itemsize * 8)
+    config = config or head_config(rows, x.dtype.itemsize * 8)
     tiles = cdiv(size_n, config.block_n)
     best = torch.empty((tiles, rows), dtype=torch.float32, device=x.device)
     ids = torch.empty((tiles, rows), dtype=torch.int32, device=x.device)
-    tail = (
-        sample_rows, positions, params.temperature, params.seed, params.choice, rows, vocab_offset
+    _head_kernel[(cdiv(rows, config.block_m), tiles)](
+        x, x.stride(0), lm_head, best, ids, sample_rows, positions, params.temperature,
+        params.seed, params.choice, rows, vocab_offset,
+        SIZE_N=size_n, SIZE_K=size_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, PRECISION=dot_precision(x.dtype), FAST=not interpreted(),
+        THREADS=config.num_warps * 32, PDL=pdl, num_warps=config.num_warps,
+        num_stages=config.num_stages, **launch_options(pdl),
     )  # fmt: skip
-    options = {"PDL": pdl, "num_warps": config.num_warps, **launch_options(pdl)}
-    if norm is not None:
-        _vector_head_kernel[(tiles,)](
-            x, x.stride(0), lm_head, norm, best, ids, *tail, eps,
-            SIZE_N=size_n, SIZE_K=size_k, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-            CHUNKS=cdiv(size_k, config.block_k), **options,
-        )  # fmt: skip
-    else:
-        _matrix_head_kernel[(cdiv(rows, config.block_m), tiles)](
-            x, x.stride(0), lm_head, best, ids, *tail,
-            SIZE_N=size_n, SIZE_K=size_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k, PRECISION=dot_precision(x.dtype),
-            num_stages=config.num_stages, **options,
-        )  # fmt: skip
     sampled = Sampled(
         tokens=torch.empty(rows, dtype=torch.int32, device=x.device),
         scores=torch.empty(rows, dtype=torch.float32, device=x.device),

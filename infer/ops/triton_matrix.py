@@ -60,7 +60,7 @@ def matrix_config(
 
 
 @triton.jit
-def _prefetch_rows(w_ptr, first_row, num_rows, first_k, SIZE_K: tl.constexpr, ROWS: tl.constexpr,
+def prefetch_rows(w_ptr, first_row, num_rows, first_k, SIZE_K: tl.constexpr, ROWS: tl.constexpr,
                    SPAN: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Ask for ``[ROWS, SPAN]`` weights, a thread for a row."""
     BYTES: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -85,12 +85,12 @@ def _matrix_kernel(
     part = tl.program_id(2)
     first_k = part * SPAN
     if SWIGLU:
-        _prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
-        _prefetch_rows(
+        prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
+        prefetch_rows(
             w_ptr, first_n + SIZE_N, 2 * SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL
         )
     else:
-        _prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
+        prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
     programs = tl.num_programs(0) * tl.num_programs(2)
     if tl.program_id(1) == 0:
         program = tl.program_id(0) + part * tl.num_programs(0)

@@ -12,6 +12,7 @@ MUL_1 = tl.constexpr(noise.MUL_1)
 MUL_2 = tl.constexpr(noise.MUL_2)
 SCALE = tl.constexpr(noise.SCALE)
 HALF = tl.constexpr(noise.HALF)
+LN2 = tl.constexpr(0.6931471805599453)
 GREEDY_BELOW = tl.constexpr(sample.GREEDY_BELOW)
 
 
@@ -52,18 +53,32 @@ def noise_bits(first, second, ids):
 
 
 @triton.jit
-def log_exponential(bits):
-    """See ``infer.ops.noise.log_exponential``; log1p by Kahan's correction of log."""
-    x = bits.to(tl.float32) * -SCALE - HALF
-    y = 1.0 + x
-    log1p = tl.log(y) - ((y - 1.0) - x) / y
-    return tl.log(-log1p)
+def _log2(x, FAST: tl.constexpr):
+    """Base-2 logarithm; FAST is the hardware's own, off by up to 2**-22."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
 
 
 @triton.jit
-def sampling_score(logit, temperature, first, second, ids):
+def log_exponential(bits, FAST: tl.constexpr):
+    """See ``infer.ops.noise.log_exponential``, to about 1e-6.
+
+    Small variates decide who wins, and there -log(1 - v) is a short series.
+    """
+    v = bits.to(tl.float32) * SCALE + HALF
+    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
+    variate = tl.where(v < 1 / 16, series, _log2(1.0 - v, FAST) * -LN2)
+    return _log2(variate, FAST) * LN2
+
+
+@triton.jit
+def sampling_score(logit, temperature, first, second, ids, FAST: tl.constexpr):
     """What the sampled token has most of: the logit itself where greedy, else Gumbel-max."""
     greedy = temperature < GREEDY_BELOW
-    noisy = logit / tl.where(greedy, 1.0, temperature)
-    noisy -= log_exponential(noise_bits(first, second, ids))
-    return tl.where(greedy, logit, noisy)
+    inverse = 1.0 / tl.where(greedy, 1.0, temperature)
+    noise = tl.where(greedy, 0.0, log_exponential(noise_bits(first, second, ids), FAST))
+    return logit * inverse - noise

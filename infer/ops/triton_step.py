@@ -6,7 +6,6 @@ All launches use dependent launch where the device has it; see Note [dependent l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +20,11 @@ from infer.ops.triton_head import sample_head
 from infer.ops.triton_matrix import matrix_config, matrix_linear, sum_norm
 from infer.ops.triton_norm import silu_mul
 from infer.ops.triton_plan import DecodePlan
-from infer.ops.triton_vector import MAX_ROWS, vector_linear
+from infer.ops.triton_rows import rows_linear
+from infer.ops.triton_vector import vector_linear
 from infer.weights import LayerWeights, Weights
 
+FEW_ROWS = 16  # up to so many rows a layer is five kernels
 MATRIX_ROWS = 128  # up to so many rows our own matrix products are used, above cuBLAS
 
 
@@ -64,37 +65,55 @@ def decode_buffers(hidden: Tensor, w: LayerWeights, shape: LayerShape) -> Decode
 
 def decode_layers(weights: Weights, kv_k: tuple[Tensor, ...], kv_v: tuple[Tensor, ...],
                   b: DecodeBuffers, step: DecodeInputs) -> None:  # fmt: skip
-    """Run all layers: ``b.hidden`` becomes the residual stream after the last one.
-
-    With more than ``MAX_ROWS`` rows ``b.normed`` becomes its final RMSNorm. Writes the new
-    position's K and V of every sequence.
+    """Run all layers: ``b.hidden`` becomes the residual stream after the last one, ``b.normed`` its
+    final RMSNorm. Writes the new position's K and V of every sequence.
     """
-    if b.hidden.shape[0] <= MAX_ROWS:
-        for w, k, v in zip(weights.layers, kv_k, kv_v, strict=True):
-            vector_layer(w, k, v, b, step)
+    rows, eps, pdl = b.hidden.shape[0], step.shape.eps, step.pdl
+    layers = weights.layers
+    nexts = (*layers[1:], None)
+    if rows <= FEW_ROWS:
+        for w, following, k, v in zip(layers, nexts, kv_k, kv_v, strict=True):
+            few_layer(w, following, k, v, b, step)
+        sum_norm(b.hidden, weights.norm, b.normed, b.hidden, residual=None, eps=eps, pdl=pdl)
         return
-    eps, pdl = step.shape.eps, step.pdl
-    sum_norm(
-        b.hidden, weights.layers[0].input_norm, b.normed, b.hidden,
-        residual=None, eps=eps, pdl=pdl,
-    )  # fmt: skip
-    next_norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
-    for w, k, v, next_norm in zip(weights.layers, kv_k, kv_v, next_norms, strict=True):
-        matrix_layer(w, next_norm, k, v, b, step)
+    sum_norm(b.hidden, layers[0].input_norm, b.normed, b.hidden, residual=None, eps=eps, pdl=pdl)
+    for w, following, k, v in zip(layers, nexts, kv_k, kv_v, strict=True):
+        norm = weights.norm if following is None else following.input_norm
+        many_layer(w, following, norm, k, v, b, step)
 
 
-def vector_layer(
-    w: LayerWeights, k_cache: Tensor, v_cache: Tensor, b: DecodeBuffers, step: DecodeInputs
-) -> None:
-    """One layer in five kernels, for at most ``MAX_ROWS`` rows; updates ``b.hidden``."""
-    VECTOR_STAGES["qkv"](w, b, step)
-    attend(w, k_cache, v_cache, b, step)
-    for name in ("o", "gate_up", "down"):
-        VECTOR_STAGES[name](w, b, step)
-
-
-def matrix_layer(
+def few_layer(
     w: LayerWeights,
+    following: LayerWeights | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    b: DecodeBuffers,
+    step: DecodeInputs,
+) -> None:
+    """One layer in five kernels; updates ``b.hidden``.
+
+    Each kernel brings in the weights of the one after its successor, so that the memory is never
+    idle while a kernel waits for the one before it.
+    """
+    eps, pdl = step.shape.eps, step.pdl
+    linear = vector_linear if b.hidden.shape[0] == 1 else rows_linear
+    linear(
+        b.hidden, w.qkv, b.qkv, bias=w.qkv_bias, norm=w.input_norm, eps=eps, ahead=w.o, pdl=pdl
+    )
+    attend(w, k_cache, v_cache, b, step)
+    linear(
+        b.attended, w.o, b.hidden, bias=w.o_bias, residual=b.hidden, ahead=w.down, pdl=pdl
+    )
+    linear(
+        b.hidden, w.gate_up, b.activated, bias=w.gate_up_bias, norm=w.post_norm, eps=eps,
+        swiglu=True, ahead=None if following is None else following.qkv, pdl=pdl,
+    )  # fmt: skip
+    linear(b.activated, w.down, b.hidden, bias=w.down_bias, residual=b.hidden, pdl=pdl)
+
+
+def many_layer(
+    w: LayerWeights,
+    following: LayerWeights | None,
     next_norm: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -103,16 +122,16 @@ def matrix_layer(
 ) -> None:
     """One layer from ``b.normed`` to the next layer's (or the final) norm, ``b.normed`` again."""
     eps, pdl = step.shape.eps, step.pdl
-    _matrix_qkv(w, b, step)
+    _project(b.normed, w.qkv, w.qkv_bias, b.qkv, pdl)
     attend(w, k_cache, v_cache, b, step)
     sum_norm(
-        _matrix_o(w, b, step), w.post_norm, b.normed, b.hidden,
+        _parts(b.attended, w.o, w.gate_up, pdl), w.post_norm, b.normed, b.hidden,
         residual=b.hidden, bias=w.o_bias, eps=eps, pdl=pdl,
     )  # fmt: skip
-    _matrix_gate_up(w, b, step)
+    _swiglu(b.normed, w, b.activated, pdl)
     sum_norm(
-        _matrix_down(w, b, step), next_norm, b.normed, b.hidden,
-        residual=b.hidden, bias=w.down_bias, eps=eps, pdl=pdl,
+        _parts(b.activated, w.down, None if following is None else following.qkv, pdl),
+        next_norm, b.normed, b.hidden, residual=b.hidden, bias=w.down_bias, eps=eps, pdl=pdl,
     )  # fmt: skip
 
 
@@ -125,11 +144,9 @@ def decode_sample(
     params: SamplingRows,
 ) -> Sampled:
     """Sample the next token of every row after ``decode_layers``; rows that truncate excluded."""
-    few = b.hidden.shape[0] <= MAX_ROWS
     return sample_head(
-        b.hidden if few else b.normed, weights.lm_head, sample_rows, positions, params,
-        norm=weights.norm if few else None, eps=step.shape.eps, pdl=step.pdl,
-    )  # fmt: skip
+        b.normed, weights.lm_head, sample_rows, positions, params, pdl=step.pdl
+    )
 
 
 def uses_dependent_launch(device: torch.device) -> bool:
@@ -149,67 +166,33 @@ def attend(
             q_norm=w.q_norm, k_norm=w.k_norm, cos_sin=step.cos_sin,
             slot_mapping=step.slot_mapping, eps=shape.eps,
         ),
-        pdl=step.pdl,
+        ahead=w.gate_up if b.hidden.shape[0] <= FEW_ROWS else None, pdl=step.pdl,
     )  # fmt: skip
 
 
-def _vector_qkv(w: LayerWeights, b: DecodeBuffers, step: DecodeInputs) -> None:
-    vector_linear(
-        b.hidden, w.qkv, b.qkv,
-        bias=w.qkv_bias, norm=w.input_norm, eps=step.shape.eps, pdl=step.pdl,
-    )  # fmt: skip
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bool) -> None:
+    rows, size_k = x.shape
+    if rows <= MATRIX_ROWS:
+        config = matrix_config(rows, weight.shape[0], size_k, x.dtype.itemsize * 8)
+        matrix_linear(x, weight, out, bias=bias, config=config, pdl=pdl)
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _vector_o(w: LayerWeights, b: DecodeBuffers, step: DecodeInputs) -> None:
-    vector_linear(b.attended, w.o, b.hidden, bias=w.o_bias, residual=b.hidden, pdl=step.pdl)
-
-
-def _vector_gate_up(w: LayerWeights, b: DecodeBuffers, step: DecodeInputs) -> None:
-    vector_linear(
-        b.hidden, w.gate_up, b.activated,
-        bias=w.gate_up_bias, norm=w.post_norm, eps=step.shape.eps, swiglu=True, pdl=step.pdl,
-    )  # fmt: skip
-
-
-def _vector_down(w: LayerWeights, b: DecodeBuffers, step: DecodeInputs) -> None:
-    vector_linear(b.activated, w.down, b.hidden, bias=w.down_bias, residual=b.hidden, pdl=step.pdl)
-
-
-def _matrix_qkv(w: LayerWeights, b: DecodeBuffers, step: DecodeInputs) -> None:
-    rows, size_k = b.normed.shape
+def _swiglu(x: Tensor, w: LayerWeights, out: Tensor, pdl: bool) -> None:
+    rows, size_k = x.shape
     if rows > MATRIX_ROWS:
-        if w.qkv_bias is None:
-            torch.mm(b.normed, w.qkv.t(), out=b.qkv)
-        else:
-            torch.addmm(w.qkv_bias, b.normed, w.qkv.t(), out=b.qkv)
+        silu_mul(F.linear(x, w.gate_up, w.gate_up_bias), out=out)
         return
-    config = matrix_config(rows, w.qkv.shape[0], size_k, b.normed.dtype.itemsize * 8)
-    matrix_linear(b.normed, w.qkv, b.qkv, bias=w.qkv_bias, config=config, pdl=step.pdl)
-
-
-def _matrix_o(w: LayerWeights, b: DecodeBuffers, step: DecodeInputs) -> Tensor:
-    return _parts(b.attended, w.o, step.pdl)
-
-
-def _matrix_gate_up(w: LayerWeights, b: DecodeBuffers, step: DecodeInputs) -> None:
-    rows, size_k = b.normed.shape
-    if rows > MATRIX_ROWS:
-        silu_mul(F.linear(b.normed, w.gate_up, w.gate_up_bias), out=b.activated)
-        return
-    config = matrix_config(
-        rows, w.down.shape[1], size_k, b.normed.dtype.itemsize * 8, swiglu=True
-    )
+    config = matrix_config(rows, out.shape[1], size_k, x.dtype.itemsize * 8, swiglu=True)
     matrix_linear(
-        b.normed, w.gate_up, b.activated,
-        bias=w.gate_up_bias, swiglu=True, config=config, pdl=step.pdl,
-    )  # fmt: skip
+        x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, ahead=w.down, config=config, pdl=pdl
+    )
 
 
-def _matrix_down(w: LayerWeights, b: DecodeBuffers, step: DecodeInputs) -> Tensor:
-    return _parts(b.activated, w.down, step.pdl)
-
-
-def _parts(x: Tensor, weight: Tensor, pdl: bool) -> Tensor:
+def _parts(x: Tensor, weight: Tensor, ahead: Tensor | None, pdl: bool) -> Tensor:
     """``x @ weight.T`` without bias, whole or in parts, for ``sum_norm``."""
     rows, size_k = x.shape
     if rows > MATRIX_ROWS:
@@ -218,20 +201,5 @@ def _parts(x: Tensor, weight: Tensor, pdl: bool) -> Tensor:
     config = matrix_config(rows, size_n, size_k, x.dtype.itemsize * 8, parts=True)
     shape = (config.split, rows, size_n)
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
-    matrix_linear(x, weight, parts, config=config, pdl=pdl)
+    matrix_linear(x, weight, parts, ahead=ahead, config=config, pdl=pdl)
     return parts
-
-
-# The projections of a layer by the name of their weight.
-VECTOR_STAGES: Mapping[str, Callable[[LayerWeights, DecodeBuffers, DecodeInputs], None]] = {
-    "qkv": _vector_qkv,
-    "o": _vector_o,
-    "gate_up": _vector_gate_up,
-    "down": _vector_down,
-}
-MATRIX_STAGES: Mapping[str, Callable[[LayerWeights, DecodeBuffers, DecodeInputs], object]] = {
-    "qkv": _matrix_qkv,
-    "o": _matrix_o,
-    "gate_up": _matrix_gate_up,
-    "down": _matrix_down,
-}

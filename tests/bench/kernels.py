@@ -22,11 +22,9 @@ from torch import Tensor
 
 from infer.ops import (
     LayerShape,
-    triton_matrix,
     triton_plan,
     triton_prefill,
     triton_step,
-    triton_vector,
 )
 from infer.ops.sample import SamplingRows
 from infer.weights import LayerWeights, Weights
@@ -144,46 +142,18 @@ def sample(case: Case) -> None:
 
 
 def parts(case: Case) -> dict[str, tuple[Callable[[], None], float]]:
-    """Each kernel of the step over all layers, and the bytes it must read."""
+    """Attention and the head over all layers, and the bytes they must read."""
     w, b, step = case.weights, case.buffers, case.step
-    few = b.hidden.shape[0] <= triton_vector.MAX_ROWS
     kv_bytes = 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * int(case.context_lens.sum())
 
     def attention() -> None:
         for layer, k, v in zip(w.layers, case.k, case.v, strict=True):
             triton_step.attend(layer, k, v, b, step)
 
-    def each(function: Callable[[LayerWeights], None]) -> Callable[[], None]:
-        def run() -> None:
-            for layer in w.layers:
-                function(layer)
-
-        return run
-
-    size = lambda t: 2.0 * t.numel()  # noqa: E731
-    first = w.layers[0]
-    table: dict[str, tuple[Callable[[], None], float]] = {
+    return {
         "attention": (attention, LAYERS * kv_bytes),
-        "head": (lambda: sample(case), size(w.lm_head)),
+        "head": (lambda: sample(case), 2.0 * w.lm_head.numel()),
     }
-    stages = triton_step.VECTOR_STAGES if few else triton_step.MATRIX_STAGES
-    for name, stage in stages.items():
-        weight = getattr(first, name, None)
-        bytes_read = LAYERS * size(weight) if isinstance(weight, Tensor) else 0.0
-        table[name] = (each(lambda layer, stage=stage: stage(layer, b, step)), bytes_read)  # type: ignore[misc]
-    if not few:
-
-        def norms() -> None:
-            partial = torch.empty((4, *b.hidden.shape), device=b.hidden.device)
-            for layer in w.layers:
-                for weight in (layer.input_norm, layer.post_norm):
-                    triton_matrix.sum_norm(
-                        partial, weight, b.normed, b.hidden, residual=b.hidden, eps=1e-6,
-                        pdl=step.pdl,
-                    )  # fmt: skip
-
-        table["norms"] = (norms, 0.0)
-    return table
 
 
 def time_graph(function: Callable[[], None], replays: int = 30) -> float:

@@ -93,7 +93,7 @@ def test_groups_and_block_boundaries(device, dtype, group, head_dim, fused):
 @pytest.mark.parametrize("fused", [False, True])
 def test_chunks_of_unequal_sequences(device, use_dot, window, fused):
     config = triton_plan.DecodeConfig(
-        use_dot=use_dot, tile=16, num_warps=4, min_chunk=16, chunks=6
+        use_dot=use_dot, tile=16, num_warps=4, stages=1 + use_dot, min_chunk=16, chunks=6
     )
     lens = [7, 130, 1, 64, 65]
     outs, expected, *_ = _run(
