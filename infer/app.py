@@ -185,9 +185,17 @@ def _build(
     config = EngineConfig(**{**(preset.engine if preset else {}), **settings["engine"]})
     state = init(model, config)
     go_on = advance if recorder is None else _recorded(advance, recorder)
-    transitions = Transitions(submit=submit, abort=abort, has_work=has_work, advance=go_on)
+    transitions = Transitions(
+        submit=submit, abort=abort, has_work=has_work, advance=go_on, check=_check_ranks
+    )
     info = engine_info(model, state)
     return Engine(transitions=transitions, model=model, state=state, info=info), model.tokenizer
+
+
+def _check_ranks(model: Any) -> None:
+    """Raise when another rank of the model's group has failed."""
+    if model.tp.link is not None:
+        model.tp.link.check()
 
 
 def _recorded(advance: Advance, recorder: StepRecorder) -> Advance:

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 from infer.errors import EngineError, InferError
 from infer.types import Event, Request, StepStats
 
+CHECK_EVERY_S = 1.0  # while idle
+
 logger = logging.getLogger(__name__)
 
 
@@ -77,13 +79,15 @@ class Transitions:
 
     ``submit(state, request) -> state`` and ``abort(state, request_id) -> state``;
     ``has_work(state)``; ``advance(model, state, tickets) -> (state, tickets, reports)`` launches a
-    step and collects those that are due, as ``infer.llm.advance`` does.
+    step and collects those that are due, as ``infer.llm.advance`` does; ``check(model)`` raises when
+    an engine that has nothing to do has failed all the same, because one of its processes died.
     """
 
     submit: Callable[[Any, Request], Any]
     abort: Callable[[Any, str], Any]
     has_work: Callable[[Any], bool]
     advance: Advance
+    check: Callable[[Any], None] = lambda model: None
 
 
 class Inbox:
@@ -96,16 +100,16 @@ class Inbox:
         """Add a command; wakes a loop that is idle."""
         self._commands.put(command)
 
-    def drain(self, *, wait: bool) -> list[Command]:
-        """Take what has arrived; with ``wait``, block until there is something."""
+    def drain(self, *, wait: float) -> list[Command]:
+        """Take what has arrived; block for at most ``wait`` seconds until there is something."""
         taken: list[Command] = []
-        if wait:
-            taken.append(self._commands.get())
-        while True:
-            try:
+        try:
+            if wait > 0:
+                taken.append(self._commands.get(timeout=wait))
+            while True:
                 taken.append(self._commands.get_nowait())
-            except Empty:
-                return taken
+        except Empty:
+            return taken
 
 
 def drive(
@@ -123,7 +127,10 @@ def drive(
     tickets: tuple[Any, ...] = ()
     while True:
         idle = not tickets and not transitions.has_work(state)
-        state, refusals, stop = _apply(transitions, state, inbox.drain(wait=idle))
+        commands = inbox.drain(wait=CHECK_EVERY_S if idle else 0.0)
+        if idle:
+            transitions.check(model)
+        state, refusals, stop = _apply(transitions, state, commands)
         if refusals:
             emit(Output(refusals=refusals))
         if stop:

@@ -86,7 +86,7 @@ def serving(*options: str) -> Iterator[Server]:
 def small(tiny: Path) -> tuple[str, ...]:
     return (
         *("--model", str(tiny), "--load-format", "random", "--dtype", "float32"),
-        *("--device", "cpu", "--threads", "1", "--num-blocks", "64"),
+        *("--device", "cpu", "--threads", "1", "--num-blocks", "64", "--no-dashboard"),
     )
 
 
