@@ -80,7 +80,7 @@ class Transitions:
     ``submit(state, request) -> state`` and ``abort(state, request_id) -> state``;
     ``has_work(state)``; ``advance(model, state, tickets) -> (state, tickets, reports)`` launches a
     step and collects those that are due, as ``infer.llm.advance`` does; ``check(model)`` raises when
-    an engine that has nothing to do has failed all the same, because one of its processes died.
+    an engine that has nothing to do has failed all the same: one of its processes died.
     """
 
     submit: Callable[[Any, Request], Any]

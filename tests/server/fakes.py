@@ -119,6 +119,11 @@ class FakeModel:
     depth: int = 0
     reply: Callable[[Request, int], Iterable[int]] | None = None  # (request, choice) -> tokens
     states: list[State] = field(default_factory=list)  # the latest state, for tests to look at
+    broken: bool = False  # fails though it has nothing to do
+
+    def check(self) -> None:
+        if self.broken:
+            raise RuntimeError("a rank is gone")
 
 
 def _submit(state: State, request: Request) -> State:
@@ -272,7 +277,9 @@ INFO = EngineInfo(
     versions={},
 )
 
-TRANSITIONS = Transitions(submit=_submit, abort=_abort, has_work=_has_work, advance=_advance)
+TRANSITIONS = Transitions(
+    submit=_submit, abort=_abort, has_work=_has_work, advance=_advance, check=FakeModel.check
+)
 
 
 def fake_engine(model: FakeModel) -> Engine:

@@ -168,6 +168,16 @@ async def test_an_engine_that_dies_answers_every_open_request() -> None:
     assert {s.finish_reason for s in notes.requests} == {FinishReason.ERROR}
 
 
+async def test_an_engine_that_dies_while_idle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engineloop.CHECK_EVERY_S", 0.001)
+    model = FakeModel()
+    client = await start_thread(lambda: fake_engine(model))
+    assert client.health.ok
+    model.broken = True
+    await client._link.join(20)
+    assert client.health.cause == "RuntimeError: a rank is gone"
+
+
 async def test_shutdown_lets_requests_finish_refuses_new_ones_and_is_idempotent() -> None:
     model = FakeModel(gate=Gate(is_open=False))
     client = await start_thread(lambda: fake_engine(model))
