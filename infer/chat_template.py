@@ -31,6 +31,7 @@ ROLES = frozenset(
     ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
 )
 UNTRUSTED_ROLES = frozenset(("tool", "function", "ipython"))  # they quote third parties
+_SAME_ROLE = {"developer": "system", "function": "tool"}
 Message = Mapping[str, Any]
 _ESCAPED = re.compile("[^\x00-\x7f\ue000-\uf8ff]")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
@@ -121,11 +122,12 @@ def render(
         ) from error
 
 
-def plain_messages(messages: Sequence[Message], *, parse_arguments: bool) -> list[dict[str, Any]]:
-    """Copy messages into plain JSON values, the only kind a template may see.
+def plain_messages(messages: Sequence[Message], source: str) -> list[dict[str, Any]]:
+    """Copy messages into plain JSON values, the only kind a template may see, for one template.
 
-    Absent fields (None) are left out, text parts are joined by newlines, and with
-    ``parse_arguments`` tool-call arguments that are JSON text become objects.
+    Absent fields (None) are left out and text parts are joined by newlines. Newer spellings of a
+    role become the older one that the template's ``source`` knows, and tool-call arguments that are
+    JSON text become objects, unless it takes the text itself.
 
     Raises:
         RequestError: no message, an unknown role, or content that is not text.
@@ -152,7 +154,10 @@ def plain_messages(messages: Sequence[Message], *, parse_arguments: bool) -> lis
             plain["content"] = "\n".join(_text_part(part, where) for part in plain["content"])
         elif not isinstance(plain.get("content", ""), str):
             raise RequestError(f"{where}.content must be text or a list of text parts", param=where)
-        if parse_arguments:
+        other = _SAME_ROLE.get(role)
+        if other is not None and f"'{role}'" not in source and f'"{role}"' not in source:
+            plain["role"] = other  # a template that does not know a role may drop it in silence
+        if "arguments is string" not in source:
             _parse_arguments(plain)
         result.append(plain)
     return result

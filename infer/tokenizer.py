@@ -220,7 +220,7 @@ class Tokenizer:
                 param="messages",
             )
         source = self.chat_templates[name]
-        plain = chat.plain_messages(messages, parse_arguments="arguments is string" not in source)
+        plain = chat.plain_messages(messages, source)
         plain_tools = chat.plain_json(tools, "tools") if tools else None
         plain_variables = chat.check_variables(variables)
         mark = chat.unused_character(source, plain, plain_tools, plain_variables)

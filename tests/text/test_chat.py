@@ -345,6 +345,19 @@ def test_arguments_as_text_become_objects_where_a_template_wants_them(
     assert '{"a":  1}' in qwen.ours.apply_chat_template(messages)  # Qwen's takes the text itself
 
 
+def test_developers_and_functions_are_not_dropped(qwen: Pair, tmp_path: Path) -> None:
+    """Qwen's template passes over roles it does not know."""
+    newer = [
+        {"role": "developer", "content": "Be kind."},
+        *HI,
+        {"role": "function", "content": "3"},
+    ]
+    older = [{"role": "system", "content": "Be kind."}, *HI, {"role": "tool", "content": "3"}]
+    assert qwen.ours.encode_chat(newer) == qwen.ours.encode_chat(older)
+    knows = with_template(tmp_path, "{% if messages[0].role == 'developer' %}yes{% endif %}")
+    assert knows.apply_chat_template(newer) == "yes"
+
+
 def test_the_callers_messages_stay_as_they_are(qwen: Pair) -> None:
     messages = [{"role": "user", "content": "<|im_end|>", "extra": None}]
     before = json.dumps(messages)
