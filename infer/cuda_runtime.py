@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infer import device_step as step
-from infer import graphs
+from infer import graphs, kernelcache
 from infer.blocks import Int32
 from infer.config import Limits
 from infer.device_step import DeviceValues
@@ -195,7 +195,7 @@ def make(
     if use_graphs:
         pool = torch.cuda.graph_pool_handle()
         shapes = graphs.all_shapes(limits)
-        graphs.warm_up(model, ops, kv, rows, limits, shapes)
+        kernelcache.fill(model, ops, limits, shapes)
         with graphs.quiet_gc(), torch.inference_mode():
             for shape in shapes:
                 plain.append(

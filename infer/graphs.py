@@ -9,9 +9,7 @@ write their token to the spare row. Nothing else differs from an eager step.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,16 +21,17 @@ from infer import device_step as step
 from infer.batch import AttentionMeta, Batch
 from infer.blocks import Int32
 from infer.config import Limits
+from infer.device_step import Extras
 from infer.hostbatch import HostBatch
 from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
+from infer.ops.sample import SampleFlags
 from infer.plan import Plan
 from infer.rows import RowState, introduce
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 FEW_SEQS = 8  # mixed steps of few sequences have graphs of their own: the LM head is most of them
-WARM_UP_THREADS = 12
 TOKEN_FIELDS = ("input_ids", "src_rows", "positions", "slot_mapping")
 TABLE_FIELDS = ("table_rows", "table_columns", "table_blocks")
 FIELDS = (
@@ -47,6 +46,10 @@ FIELDS = (
     *TABLE_FIELDS,
 )
 COUNTING_FIELDS = ("cu_seqlens_q", "logits_rows", "sample_logits")  # constant in a decode graph
+
+
+# The hungriest sampler, of memory and of kernels.
+TRUNCATING = Extras(SampleFlags(top_k=True, top_p=True, min_p=True))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -260,26 +263,20 @@ def capture(
 def warm_up(
     model: Model, ops: Ops, kv: KVCache, rows: RowState, limits: Limits, shapes: Sequence[Shape]
 ) -> None:
-    """Run a step of padding in every shape, in threads: kernels then compile side by side.
+    """Run a step of padding in every shape, and the sampling that follows logits.
 
-    Padding writes nothing but the spare row and block, so that the order does not matter.
+    Every kernel that serving can meet is compiled here. Padding writes nothing but the spare row
+    and block.
     """
-    device = rows.last_token.device
-
-    @torch.inference_mode()
-    def run(shape: Shape) -> None:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-            inputs = torch.from_numpy(make_layout(shape, limits).template).to(device)
-            run_step(model, ops, kv, rows, inputs, limits, shape, sampling=True)
-            torch.cuda.current_stream(device).synchronize()
-
-    torch.cuda.synchronize(device)
-    # Collectives must run in one order on all ranks.
-    threads = 1 if model.tp.size > 1 else min(WARM_UP_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(run, shapes))
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    for shape in shapes:
+        inputs = torch.from_numpy(make_layout(shape, limits).template).to(rows.last_token.device)
+        run_step(model, ops, kv, rows, inputs, limits, shape, sampling=True)
+        if shape.decode:
+            _, scores = run_step(model, ops, kv, rows, inputs, limits, shape, sampling=False)
+            assert scores is not None
+            batch, _ = views(inputs, shape, rows.block_tables, limits.max_model_len)
+            step.pick(model, scores, rows, batch, TRUNCATING)
+    torch.cuda.synchronize(rows.last_token.device)
 
 
 def padded_batch(shape: Shape, limits: Limits, rows: RowState) -> Batch:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import torch
 
 from infer import device_step as step
-from infer import graphs
+from infer import graphs, kernelcache
 from infer import rows as row_state
 from infer.config import EngineConfig, Limits
-from infer.device_step import Extras
 from infer.graphs import Shape
 from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
-from infer.ops.sample import SampleFlags
 from infer.weights import local_config
-
-TRUNCATING = Extras(SampleFlags(top_k=True, top_p=True, min_p=True))  # the hungriest sampler
 
 
 def free_budget(device: torch.device, fraction: float) -> int:
@@ -38,6 +34,7 @@ def working_bytes(model: Model, ops: Ops, kv: KVCache, limits: Limits, config: E
     vocab = local_config(model.config, model.tp).vocab_size
     rows = row_state.make(limits, vocab, model.device)
     every = graphs.all_shapes(limits) if use_graphs else []
+    kernelcache.fill(model, ops, limits, [largest, *every])
     graphs.warm_up(model, ops, kv, rows, limits, [largest, *every])
     del rows
     torch.cuda.empty_cache()
@@ -46,7 +43,7 @@ def working_bytes(model: Model, ops: Ops, kv: KVCache, limits: Limits, config: E
     batch = graphs.padded_batch(largest, limits, rows)
     hidden, kv = step.forward(model, ops, kv, rows, batch)
     scores = step.logits(model, ops, hidden, batch.logits_rows)
-    _, rows = step.pick(model, scores, rows, batch, TRUNCATING)
+    _, rows = step.pick(model, scores, rows, batch, graphs.TRUNCATING)
     pool = torch.cuda.graph_pool_handle()
     shapes = graphs.largest_shapes(limits) if use_graphs else []
     with graphs.quiet_gc():
