@@ -56,7 +56,7 @@ def test_every_kind_of_request(model: Models, ranks: Ranks, case: str, size: int
         (2, 0, {"max_num_batched_tokens": 8}),  # chunks
         (2, 1, {}),
         (2, 0, {"num_blocks": 17}),  # preempts
-        pytest.param(4, 1, {"max_num_batched_tokens": 8, "num_blocks": 17}, marks=pytest.mark.slow),
+        pytest.param(4, 1, {"num_blocks": 17}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
