@@ -29,6 +29,7 @@ from infer.ops import Ops
 from infer.ops.sample import SampleFlags
 from infer.plan import Plan
 from infer.rows import RowState, introduce
+from infer.staging import aligned
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 FEW_SEQS = 8  # mixed steps of few sequences have graphs of their own: the LM head is most of them
@@ -60,11 +61,18 @@ class Shape:
     num_seqs: int
     decode: bool
 
-    def sizes(self) -> dict[str, int]:
-        """Elements of each packed input field."""
-        sizes = dict.fromkeys(FIELDS, self.num_seqs)
-        sizes |= dict.fromkeys(TOKEN_FIELDS, self.num_tokens)
-        return sizes | {"cu_seqlens_q": self.num_seqs + 1}
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """Start and size of each field in the packed inputs.
+
+        Starts are aligned: kernels are compiled for aligned pointers and for others apart.
+        """
+        spans, at = {}, 0
+        for name in FIELDS:
+            size = self.num_tokens if name in TOKEN_FIELDS else self.num_seqs
+            size += name == "cu_seqlens_q"
+            spans[name] = (at, size)
+            at += aligned(size)
+        return spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +110,17 @@ def make_layout(shape: Shape, limits: Limits) -> Layout:
         "table_rows": limits.max_num_seqs,
         "table_blocks": limits.num_blocks,
     }
-    starts, parts, at = {}, [], 0
-    for name, size in shape.sizes().items():
+    spans = shape.spans()
+    template = np.zeros(sum(aligned(size) for _, size in spans.values()), np.int32)
+    starts = {}
+    for name, (start, size) in spans.items():
         if shape.decode and name in COUNTING_FIELDS:
             # Every sequence, a padded one too, has one position and is sampled.
-            parts.append(np.arange(size, dtype=np.int32))
+            template[start : start + size] = np.arange(size, dtype=np.int32)
         else:
-            parts.append(np.full(size, padding.get(name, 0), np.int32))
-            starts[name] = at
-        at += size
-    return Layout(shape, starts, np.concatenate(parts))
+            template[start : start + size] = padding.get(name, 0)
+            starts[name] = start
+    return Layout(shape, starts, template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +171,7 @@ def views(
     inputs: Tensor, shape: Shape, block_tables: Tensor, max_seqlen_k: int
 ) -> tuple[Batch, dict[str, Tensor]]:
     """The packed inputs as a batch, and the block-table changes beside it."""
-    parts = dict(zip(FIELDS, torch.split(inputs, list(shape.sizes().values())), strict=True))
+    parts = {name: inputs[at : at + size] for name, (at, size) in shape.spans().items()}
     meta = AttentionMeta(
         positions=parts["positions"],
         slot_mapping=parts["slot_mapping"],

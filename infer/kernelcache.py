@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,26 @@ def fill(model: Model, ops: Ops, limits: Limits, shapes: Sequence[Shape]) -> Non
     if count < 2 or marker.exists():
         return
     processes = []
-    for index in range(count):
-        # Neighbouring shapes share kernels, so each worker gets a stretch of them.
-        part = [asdict(shape) for shape in shapes[index::count]]
+    for part in _parts(shapes, count):
         process = subprocess.Popen(
             [sys.executable, "-m", "infer.kernelcache"], stdin=subprocess.PIPE, text=True
         )
         assert process.stdin is not None
-        process.stdin.write(json.dumps({**spec, "shapes": part}))
+        process.stdin.write(json.dumps({**spec, "shapes": [asdict(shape) for shape in part]}))
         process.stdin.close()
         processes.append(process)
     endings = [_ended_well(process) for process in processes]
     if all(endings):
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
+
+
+def _parts(shapes: Sequence[Shape], count: int) -> list[list[Shape]]:
+    """Shapes that share kernels stay together: all mixed ones, and neighbours in size."""
+    mixed = [shape for shape in shapes if not shape.decode]
+    decode = sorted(shape for shape in shapes if shape.decode)
+    cuts = [len(decode) * i // (count - 1) for i in range(count)]
+    return [mixed, *(decode[a:b] for a, b in pairwise(cuts))]
 
 
 def _ended_well(process: subprocess.Popen[str]) -> bool:

@@ -14,6 +14,11 @@ from infer.blocks import Int32
 SLOTS = 4  # steps in flight, and one that is being filled
 
 
+def aligned(size: int) -> int:
+    """``size`` int32 elements rounded up, so that what follows starts at a multiple of 64 bytes."""
+    return -(-size // 16) * 16
+
+
 class Uploader(Protocol):
     """Puts int32 arrays on a device."""
 
@@ -44,14 +49,14 @@ class Staging:
 
     def upload(self, arrays: Mapping[str, Int32]) -> dict[str, Tensor]:
         """Pack, copy without waiting, and view the parts."""
-        total = sum(v.size for v in arrays.values())
+        total = sum(aligned(v.size) for v in arrays.values())
         host = self._acquire(total)
         flat = host.numpy()
         at, spans = 0, {}
         for name, array in arrays.items():
             flat[at : at + array.size] = array.reshape(-1)
             spans[name] = (at, at + array.size, array.shape)
-            at += array.size
+            at += aligned(array.size)
         packed = host[:total].to(self._device, non_blocking=True)
         self._events[self._next].record()
         return {k: packed[a:b].view(shape) for k, (a, b, shape) in spans.items()}
