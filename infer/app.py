@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import importlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ from metrics import CountRequests, Metrics
 
 KEY_VARIABLE = "PURESTEP_API_KEY"
 TABLES = ("load", "engine", "server")
+MAX_FILES = 1 << 16
 
 
 SERVER_TEXTS = {
@@ -118,6 +120,7 @@ def run_serve(args: argparse.Namespace) -> int:
     try:
         plan = serve_plan(args)
         configure_logging(plan.server.log_format)
+        _raise_file_limit()
         asyncio.run(serve(plan))
     except InferError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -159,11 +162,12 @@ async def serve(plan: ServePlan) -> None:
 
 
 def build_engine(settings: Mapping[str, Any]) -> Engine:
-    """Make an engine from ``{"load": {...}, "engine": {...}}``, in the thread that will own it.
+    """Make an engine in a process of its own, from ``{"load": ..., "engine": ..., "log_format"}``.
 
     Raises:
         InferError: the model or an option is wrong.
     """
+    configure_logging(settings.get("log_format", "text"))
     engine, _ = _build(settings, None)
     return engine
 
@@ -216,6 +220,7 @@ async def _start_engine(plan: ServePlan, recorder: StepRecorder) -> tuple[Linked
     settings = {
         "load": {name: getattr(plan.load, name) for name in LOAD_TEXTS},
         "engine": dict(plan.engine),
+        "log_format": plan.server.log_format,
     }
     if _apart(plan):
         client = await start_process("infer.app:build_engine", settings)
@@ -285,6 +290,14 @@ def _on_cuda(device: str) -> bool:
 
 async def _read_tokenizer(folder: str) -> Tokenizer | None:
     return await asyncio.to_thread(Tokenizer.from_folder, folder)
+
+
+def _raise_file_limit() -> None:
+    """Allow more open files, as far as the system lets us: every connection is one."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _bind(config: ServerConfig) -> socket.socket:

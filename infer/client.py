@@ -21,6 +21,7 @@ from infer.types import EngineInfo, FailureKind, Observer, Request, StepStats
 
 logger = logging.getLogger(__name__)
 
+SILENT_S = 120.0  # a step that takes longer is taken for one that hangs
 STOP_GRACE_S = 10.0  # for the steps in flight, after the last request has ended
 
 
@@ -113,6 +114,8 @@ class LinkedClient:
             return Health(False, self._desk.failure)
         if self._desk.closed:
             return Health(False, "the engine is stopping")
+        if self._desk.silent_s > SILENT_S:
+            return Health(False, f"no step for {self._desk.silent_s:.0f} s, with requests open")
         return Health(True)
 
     def generate(self, request: Request, *, arrival: float | None = None) -> RequestStream:

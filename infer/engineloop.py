@@ -78,9 +78,9 @@ class Transitions:
     """The state transitions the loop calls; the engine's own, or those of a test.
 
     ``submit(state, request) -> state`` and ``abort(state, request_id) -> state``;
-    ``has_work(state)``; ``advance(model, state, tickets) -> (state, tickets, reports)`` launches a
-    step and collects those that are due, as ``infer.llm.advance`` does; ``check(model)`` raises when
-    an engine that has nothing to do has failed all the same: one of its processes died.
+    ``has_work(state)``; ``advance(model, state, tickets) -> (state, tickets, reports)`` launches
+    a step and collects those that are due, as ``infer.llm.advance`` does; ``check(model)`` raises
+    when an engine that has nothing to do has failed all the same: one of its processes died.
     """
 
     submit: Callable[[Any, Request], Any]

@@ -172,6 +172,7 @@ class Desk:
         self._drained = asyncio.Event()
         self._drained.set()
         self._failure: str | None = None
+        self._last_sign = 0.0  # monotonic seconds of the latest output, or of the first request
         self._closed = False
         self.last_step: StepStats | None = None
 
@@ -188,6 +189,11 @@ class Desk:
     def closed(self) -> bool:
         """Whether new requests are refused because the engine is stopping."""
         return self._closed
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine last said something, while it has requests; else 0."""
+        return time.monotonic() - self._last_sign if self._streams else 0.0
 
     @property
     def num_open(self) -> int:
@@ -211,6 +217,8 @@ class Desk:
             )
         now = time.monotonic()
         stream = RequestStream(self, request, now if arrival is None else arrival)
+        if not self._streams:
+            self._last_sign = now
         self._streams[request.request_id] = stream
         self._drained.clear()
         self._send(Submit(request))
@@ -218,7 +226,7 @@ class Desk:
 
     def deliver(self, output: Output) -> None:
         """Hand out one step's output: one call, one clock reading, one wake-up a reader."""
-        now = time.monotonic()
+        now = self._last_sign = time.monotonic()
         stats = output.stats
         if stats is not None:
             self.last_step = stats

@@ -41,6 +41,7 @@ IGNORED = frozenset(
 # Fields that change nothing at these values, which clients send as defaults.
 NEUTRAL: Mapping[str, Any] = {
     "add_generation_prompt": True,
+    "annotations": [],
     "continue_final_message": False,
     "detokenize": True,
     "early_stopping": False,

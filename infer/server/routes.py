@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -103,6 +105,7 @@ def utility_routes(services: Services) -> APIRouter:
     """Health, metrics, and the tokenizer."""
     router = APIRouter(tags=["server"], responses=ERRORS)
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={503: {"model": ErrorAnswer}})
     async def health() -> Response:
         """200 while the engine answers requests, else 503 with the cause."""
@@ -118,7 +121,8 @@ def utility_routes(services: Services) -> APIRouter:
         """Prometheus or OpenMetrics, as the Accept header asks."""
         if services.render_metrics is None:
             raise ApiError(404, "this server runs without metrics", code="no_metrics")
-        kind, content = services.render_metrics(request.headers.get("accept"))
+        accept = request.headers.get("accept")
+        kind, content = await asyncio.to_thread(services.render_metrics, accept)
         return Response(content, headers={"content-type": kind})
 
     @router.post("/tokenize", openapi_extra=_body(TokenizeBody), responses=BODY_ERRORS)
@@ -168,6 +172,7 @@ async def _complete(
 
     encoded = await services.pool.run(encode)
     answer_id = f"cmpl-{record.request_id}"
+    engine_id = _engine_id(answer_id)
     format = CompletionFormat(
         answer_id,
         int(time.time()),
@@ -179,7 +184,7 @@ async def _complete(
     n = options.params.n
     choices = [text_choice(services.tokenizer, options, i) for i in range(len(prompts) * n)]
     requests = [
-        _request(f"{answer_id}-{i}" if len(prompts) > 1 else answer_id, ids, options)
+        _request(f"{engine_id}-{i}" if len(prompts) > 1 else engine_id, ids, options)
         for i, (ids, _) in enumerate(encoded)
     ]
     jobs = [Prompt(r, choices[i * n : (i + 1) * n]) for i, r in enumerate(requests)]
@@ -209,7 +214,8 @@ async def _chat(
     choices = [
         chat_choice(tokenizer, options, i, prompt_ids=ids, use=use) for i in range(options.params.n)
     ]
-    jobs = [Prompt(_request(answer_id, (*ids, *opening), options), choices)]
+    engine_id = _engine_id(answer_id)
+    jobs = [Prompt(_request(engine_id, (*ids, *opening), options), choices)]
     await _generation(services, jobs, options, format, record).run(send)
 
 
@@ -237,6 +243,11 @@ async def _tokenize(services: Services, body: TokenizeBody) -> dict[str, Any]:
         "tokens": ids,
         "token_strs": strings,
     }
+
+
+def _engine_id(answer_id: str) -> str:
+    """An id no other request has; clients may send the same ``x-request-id`` twice."""
+    return f"{answer_id}-{secrets.token_hex(4)}"
 
 
 def _request(request_id: str, ids: Sequence[int], options: Options) -> EngineRequest:

@@ -81,6 +81,7 @@ def test_the_key_opens(server: Running, authorization: str) -> None:
 
 def test_health_is_open(server: Running) -> None:
     assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+    assert httpx.head(f"{server.url}/health", trust_env=False).status_code == 200
 
 
 def test_large_bodies_are_refused(server: Running) -> None:

@@ -236,6 +236,35 @@ def test_a_slow_template_holds_up_only_its_own_request(monkeypatch: pytest.Monke
             assert fine.result(20).status_code == 200
 
 
+def test_an_engine_that_says_nothing_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(held()) as server, calling(server, LONG, 1):
+        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+        monkeypatch.setattr("infer.client.SILENT_S", -1.0)
+        sick = httpx.get(f"{server.url}/health", trust_env=False)
+        assert sick.status_code == 503
+        assert "no step for" in sick.json()["error"]["message"]
+
+
+def test_the_same_request_id_twice() -> None:
+    with serving(held()) as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "x", "max_tokens": 3}
+        both = [
+            pool.submit(
+                httpx.post,
+                f"{server.url}/v1/completions",
+                json=body,
+                headers={"x-request-id": "same"},
+                trust_env=False,
+                timeout=20,
+            )
+            for _ in range(2)
+        ]
+        while num_open(server) < 2:
+            pass
+        server.model.gate.open()
+        assert [answer.result(20).json()["id"] for answer in both] == ["cmpl-same"] * 2
+
+
 def test_a_bug_in_submit_is_that_requests_own(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as server:
         body = {"prompt": "x", "max_tokens": 2}

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infer import loadgen
+from infer import loadgen, loadreport
 from infer.app import LoadOptions, ServePlan, add_serve_arguments, run_serve, serve_plan
 from infer.config import EngineConfig
 from infer.server.config import ServerConfig
@@ -258,7 +258,7 @@ def test_percentiles_are_those_of_numpy() -> None:
     import numpy as np
 
     values = [0.5, 0.1, 0.9, 0.3, 0.2, 0.7, 1.5]
-    shown = loadgen.percentiles(values)
-    for p in loadgen.PERCENTILES:
+    shown = loadreport.percentiles(values)
+    for p in loadreport.PERCENTILES:
         assert shown[f"p{p}"] == pytest.approx(float(np.percentile(values, p)) * 1e3, abs=1e-3)
-    assert loadgen.percentiles([]) == {}
+    assert loadreport.percentiles([]) == {}
