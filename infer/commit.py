@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,11 +53,17 @@ def commit(
     if not plan.sample_rows.size and not plan.finished:
         return Accepted(_NO_OBJECTS, _EMPTY, _EMPTY, _EMPTY, (), ()), _settled(host)
     seqs = sequences.copy(host.seqs)
-    sampled = np.flatnonzero(seqs.epoch[plan.sample_rows] == plan.sample_epochs).astype(np.int32)
+    current = seqs.epoch[plan.sample_rows] == plan.sample_epochs
+    ended: dict[int, FinishEvent] = {}
+    if failed is not None and failed.any():
+        for row in plan.sample_rows[current & failed].tolist():
+            ended[row] = finish_event(seqs, row, FinishReason.ERROR, error=_NOT_NUMBERS)
+        current &= ~failed
+    failures = list(ended)
+    sampled = np.flatnonzero(current).astype(np.int32)
     rows, values = plan.sample_rows[sampled], tokens[sampled].astype(np.int32)
-    bad = failed[sampled] if failed is not None else np.zeros(rows.size, np.bool_)
     sequences.append_tokens(seqs, rows, values)
-    ended = _ended(seqs, rows, values, bad, limits, token_bytes)
+    _end(ended, seqs, rows, values, limits, token_bytes)
     accepted = Accepted(
         requests=seqs.request[rows],
         choices=seqs.choice[rows],
@@ -66,22 +72,17 @@ def commit(
         finished=(*plan.finished, *ended.values()),
         outputs=(*plan.outputs, *(generated(seqs, row) for row in ended)),
     )
-    filled = _filled(seqs, rows, limits) if limits.prefix_caching else _EMPTY
-    if not filled.size and not ended:
-        return accepted, replace(_settled(host), seqs=seqs)
     draft = Draft.of(host.pool, host.prefix)
-    for row in filled.tolist():
-        # The last token of an ended sequence may have KV from a step launched before its end was
-        # known; leaving it out keeps the index the same however far ahead steps are launched.
-        known = int(seqs.num_tokens[row]) - (row in ended)
-        computed = min(known, int(seqs.num_cached_tokens[row]))
-        register_blocks(seqs, draft, row, computed, limits.block_size)
-    if ended:
-        retire(seqs, draft, list(ended))
+    if limits.prefix_caching:
+        _register(seqs, draft, rows, ended, limits.block_size)
+        for row in failures:  # their KV may not be numbers either
+            draft.forget(sequences.table(seqs, row))
+    retire(seqs, draft, list(ended))
     pool, index = draft.freeze()
     return accepted, replace(_settled(host), seqs=seqs, pool=pool, prefix=index)
 
 
+_NOT_NUMBERS = "the model produced logits that are not numbers"
 _EMPTY = np.empty(0, np.int32)
 _NO_OBJECTS = np.empty(0, np.object_)
 
@@ -90,26 +91,20 @@ def _settled(host: Host) -> Host:
     return replace(host, in_flight=host.in_flight - 1)
 
 
-def _ended(
+def _end(
+    ended: dict[int, FinishEvent],
     seqs: Sequences,
     rows: Int32,
     values: Int32,
-    bad: npt.NDArray[np.bool_],
     limits: Limits,
     token_bytes: Sequence[bytes],
-) -> dict[int, FinishEvent]:
-    """Row -> finish event of the sequences that end with their newest token."""
-    ended: dict[int, FinishEvent] = {}
-    for row in rows[bad].tolist():
-        ended[row] = finish_event(
-            seqs, row, FinishReason.ERROR, error="the model produced logits that are not numbers"
-        )
+) -> None:
+    """Add to ``ended`` the sequences that end with their newest token, by row."""
     may_stop = seqs.num_tokens[rows] > seqs.min_total_tokens[rows]
-    eos = np.isin(values, np.asarray(limits.defaults.eos_token_ids, np.int32))
-    for i in np.flatnonzero(may_stop & eos & seqs.stop_on_eos[rows]).tolist():
-        row = int(rows[i])
-        if row not in ended:
-            ended[row] = finish_event(seqs, row, FinishReason.STOP)
+    eos = np.array(limits.defaults.eos_token_ids, np.int32)
+    is_eos = (values == eos[:, None]).any(axis=0)
+    for row in rows[may_stop & is_eos & seqs.stop_on_eos[rows]].tolist():
+        ended[row] = finish_event(seqs, row, FinishReason.STOP)
     for i in np.flatnonzero(seqs.check_stops[rows]).tolist():
         row, token = int(rows[i]), int(values[i])
         stop = _own_stop(seqs, row, token, bool(may_stop[i]), token_bytes)
@@ -118,7 +113,6 @@ def _ended(
     for row in rows[seqs.num_tokens[rows] >= seqs.max_total_tokens[rows]].tolist():
         if row not in ended:
             ended[row] = finish_event(seqs, row, FinishReason.LENGTH)
-    return ended
 
 
 def _own_stop(
@@ -138,8 +132,16 @@ def _own_stop(
     return stop
 
 
-def _filled(seqs: Sequences, rows: Int32, limits: Limits) -> Int32:
-    """Rows that have a full block of known, computed tokens which is not in the prefix index."""
-    full = np.minimum(seqs.num_tokens[rows], seqs.num_cached_tokens[rows]) // limits.block_size
-    filled: Int32 = rows[full > seqs.num_registered[rows]]
-    return filled
+def _register(
+    seqs: Sequences, draft: Draft, rows: Int32, ended: Mapping[int, FinishEvent], size: int
+) -> None:
+    """Index the blocks of ``rows`` that are full of known, computed tokens."""
+    known = seqs.num_tokens[rows]
+    if ended:
+        # The last token of an ended sequence may have KV from a step launched before its end was
+        # known; leaving it out keeps the index the same however far ahead steps are launched.
+        known = known - np.isin(rows, list(ended))
+    full = np.minimum(known, seqs.num_cached_tokens[rows]) // size
+    new = full > seqs.num_registered[rows]
+    for row, count in zip(rows[new].tolist(), full[new].tolist(), strict=True):
+        register_blocks(seqs, draft, row, count, size)

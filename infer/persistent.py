@@ -69,10 +69,11 @@ class MapEdit(Generic[K, V]):
         return self._owned.get(shard, self._base.shards[shard]).get(key)
 
     def _own(self, key: K) -> dict[K, V]:
-        shard = hash(key) % NUM_SHARDS
-        if shard not in self._owned:
-            self._owned[shard] = dict(self._base.shards[shard])
-        return self._owned[shard]
+        index = hash(key) % NUM_SHARDS
+        shard = self._owned.get(index)
+        if shard is None:
+            shard = self._owned[index] = self._base.shards[index].copy()
+        return shard
 
     def set(self, key: K, value: V) -> None:
         """Bind ``key`` to ``value``."""

@@ -63,14 +63,23 @@ def digests(
     tokens: Int32, block_size: int, salt: str | None, parents: Sequence[bytes] = ()
 ) -> tuple[bytes, ...]:
     """Chained xxh3-128 digests of the full blocks of ``tokens``, given those of the first ones."""
-    chain = list(parents)
-    last = chain[-1] if chain else xxhash.xxh3_128_digest((salt or "").encode())
-    data = np.ascontiguousarray(tokens, np.int32).tobytes()
+    last = parents[-1] if parents else _root(salt)
+    data = np.ascontiguousarray(tokens[len(parents) * block_size :], np.int32).tobytes()
     width = 4 * block_size
-    for start in range(len(chain) * width, len(data) - width + 1, width):
+    chain = []
+    for start in range(0, len(data) - width + 1, width):
         last = xxhash.xxh3_128_digest(last + data[start : start + width])
         chain.append(last)
-    return tuple(chain)
+    return (*parents, *chain)
+
+
+def extended(parent: Entry | None, tokens: bytes, salt: str | None) -> bytes:
+    """The digest of a block of ``tokens`` (int32) after ``parent``."""
+    return xxhash.xxh3_128_digest((_root(salt) if parent is None else parent.digest) + tokens)
+
+
+def _root(salt: str | None) -> bytes:
+    return xxhash.xxh3_128_digest((salt or "").encode())
 
 
 @dataclass(slots=True)
@@ -158,15 +167,12 @@ class Draft:
 
     def register(
         self, block: int, digest: bytes, parent: Entry | None, tokens: bytes, salt: str | None
-    ) -> Entry | None:
+    ) -> Entry:
         """Index ``block`` under ``digest``; an equal entry that is there already stays.
 
-        Returns the entry that now stands for this prefix: the parent for the next block. None where
-        ``parent`` is no longer indexed: nothing could reach its child.
+        Returns the entry that now stands for this prefix: the parent for the next block.
         """
         parent_id = ROOT if parent is None else parent.entry_id
-        if parent is not None and self.by_block.get(parent.block) is not parent:
-            return None
         old = self.by_digest.get(digest)
         if old is not None:
             if old.parent_id == parent_id and old.tokens == tokens and old.salt == salt:
@@ -181,6 +187,10 @@ class Draft:
         self.registered.add(digest)
         return entry
 
+    def is_indexed(self, entry: Entry) -> bool:
+        """Whether ``entry`` was neither evicted nor replaced."""
+        return self.by_block.get(entry.block) is entry
+
     def drop(self, entries: Sequence[Entry]) -> None:
         """Forget ``entries``; blocks that nobody holds become free."""
         for entry in entries:
@@ -189,6 +199,11 @@ class Draft:
         dropped = np.fromiter((e.block for e in entries), np.int32, len(entries))
         self._own("cached", "free")
         self.pool = blocks.unmark_cached(self.pool, dropped)
+
+    def forget(self, table: Int32) -> None:
+        """Drop the entries of the blocks of ``table``."""
+        found = [self.by_block.get(block) for block in table.tolist()]
+        self.drop([entry for entry in found if entry is not None])
 
     def reserve(self, count: int) -> bool:
         """Make at least ``count`` blocks free, evicting those that were released longest ago.
@@ -236,7 +251,8 @@ class Draft:
             list(zip(idle.tolist(), range(first, self.num_releases), strict=True))
         )
         if len(self.idle) > 2 * self.pool.num_blocks + 1024:  # mostly outdated
-            self.idle = Fifo().extend([item for item in self.idle if self._is_idle(*item)])
+            valid = [item for item in self.idle if self._is_idle(*item)]
+            self.idle = Fifo(valid, 0, len(valid))
 
 
 def check(index: PrefixIndex, pool: BlockPool) -> None:

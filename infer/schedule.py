@@ -19,7 +19,7 @@ from infer.blocks import Int32
 from infer.config import Limits
 from infer.host import Host, adopt, finish_event, free_slots, generated, retire
 from infer.plan import Plan
-from infer.prefix import Draft, Entry, digests
+from infer.prefix import Draft, Entry, digests, extended
 from infer.sequences import Need, Sequences, Status, WaitingRequest
 from infer.types import FinishEvent, FinishReason
 
@@ -36,7 +36,8 @@ class _Round:
     draft: Draft
     limits: Limits
     budget: int
-    rows: list[int] = field(default_factory=list)
+    decode: Int32 = field(default_factory=_EMPTY.copy)  # rows that lack one position
+    rows: list[int] = field(default_factory=list)  # and those that compute a prompt, with
     chunks: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     deltas: list[tuple[Int32, Int32, Int32]] = field(default_factory=list)  # rows, columns, blocks
@@ -62,13 +63,13 @@ def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
     )
     gone = _apply_aborts(r, host)
     waiting = sequences.withdraw(host.waiting, gone)
-    _introduce(r, host.dirty)
-    decode = _schedule_decodes(r)
+    r.starts += (row for row in host.dirty if r.seqs.status[row] != Status.FREE)
+    _schedule_decodes(r)
     if not r.stalled:
         _schedule_prompts(r, waiting)
-        if not r.rows and not r.taken:
+        if not r.decode.size and not r.rows:
             _unblock(r, waiting)
-    plan = _advance(r, host.step, decode)
+    plan = _advance(r, host)
     pool, index = r.draft.freeze()
     return plan, replace(
         host,
@@ -102,14 +103,6 @@ def _apply_aborts(r: _Round, host: Host) -> list[str]:
     return gone
 
 
-def _introduce(r: _Round, rows: tuple[int, ...]) -> None:
-    """Send the device everything about rows that came from outside a step."""
-    for row in rows:
-        if r.seqs.status[row] != Status.FREE:
-            r.starts.append(row)
-            _upload_table(r, row, 0)
-
-
 def _upload_table(r: _Round, row: int, start: int) -> None:
     """Send the device the entries of a row's block table from column ``start`` on."""
     new = sequences.table(r.seqs, row)[start:]
@@ -117,8 +110,8 @@ def _upload_table(r: _Round, row: int, start: int) -> None:
     r.deltas.append((np.full(new.size, row, np.int32), columns, new))
 
 
-def _schedule_decodes(r: _Round) -> int:
-    """Give every sequence that lacks one position its step; returns how many."""
+def _schedule_decodes(r: _Round) -> None:
+    """Give every sequence that lacks one position its step."""
     s, size = r.seqs, r.limits.block_size
     while True:
         total = s.num_total
@@ -133,7 +126,7 @@ def _schedule_decodes(r: _Round) -> int:
         if r.draft.reserve(int(np.count_nonzero(grows) + np.count_nonzero(shared))):
             break
         if _must_collect(r):
-            return 0
+            return
         _preempt_last(r)
     for row in rows[shared].tolist():
         _own_tail(r, row)
@@ -143,10 +136,8 @@ def _schedule_decodes(r: _Round) -> int:
         new = r.draft.take(growing.size)
         sequences.append_block_each(s, growing, new)
         r.deltas.append((growing, columns, new))
-    r.rows = rows.tolist()
-    r.chunks = [1] * rows.size
+    r.decode = rows
     r.budget -= rows.size
-    return int(rows.size)
 
 
 def _must_collect(r: _Round) -> bool:
@@ -186,8 +177,7 @@ def _candidates(
     total = s.num_total
     partial = (s.status == Status.RUNNING) & (total - s.num_cached_tokens > 1)
     rows = np.flatnonzero(partial | (s.status == Status.PREEMPTED))
-    rows = rows[np.lexsort((rows, s.rank[rows]))]
-    admitted = [(int(s.rank[row]), int(row), None) for row in rows]
+    admitted = sorted((int(s.rank[row]), row, None) for row in rows.tolist())
     queued = ((w.rank, -1, w) for w in takewhile(lambda _: r.queue_open, waiting.by_rank()))
     return heapq.merge(admitted, queued, key=lambda c: c[0])
 
@@ -201,13 +191,13 @@ def _schedule_prompts(r: _Round, waiting: sequences.Waiting) -> None:
     """
     s, size = r.seqs, r.limits.block_size
     partial = (s.status == Status.RUNNING) & (s.num_total - s.num_cached_tokens > 1)
-    promised = int((-(-s.num_total[partial] // size) - s.num_blocks[partial]).sum())
+    promised = sum(_missing_blocks(s, row, size) for row in np.flatnonzero(partial).tolist())
     deferred, fits = 0, True
     for _, row, item in _candidates(r, waiting):
         if r.budget == 0:
             return
         if row >= 0 and s.status[row] == Status.RUNNING:
-            promised -= int(-(-s.num_total[row] // size) - s.num_blocks[row])
+            promised -= _missing_blocks(s, row, size)
         else:
             if item is not None:
                 r.queue_open = r.queue_open and deferred < MAX_DEFERRED and _has_rows(r, item)
@@ -227,10 +217,15 @@ def _schedule_prompts(r: _Round, waiting: sequences.Waiting) -> None:
         r.rows.append(row)
         r.chunks.append(chunk)
         r.budget -= chunk
-        promised += int(-(-s.num_total[row] // size) - s.num_blocks[row])
+        promised += _missing_blocks(s, row, size)
         if r.limits.prefix_caching:
             computed = int(s.num_cached_tokens[row]) + chunk
-            register_blocks(s, r.draft, row, computed, size)
+            register_blocks(s, r.draft, row, min(computed, int(s.num_tokens[row])) // size, size)
+
+
+def _missing_blocks(s: Sequences, row: int, size: int) -> int:
+    """Blocks that ``row`` needs beside its own for all of its tokens."""
+    return int(-(-(s.num_tokens[row] + s.num_pending[row]) // size) - s.num_blocks[row])
 
 
 def _has_rows(r: _Round, item: WaitingRequest) -> bool:
@@ -246,12 +241,15 @@ def _lookup(r: _Round, row: int, item: WaitingRequest | None) -> tuple[list[Entr
     if item is not None:
         tokens, chain, request = item.tokens, item.digests, item.request
     else:
-        tokens = sequences.tokens(r.seqs, row)
-        chain, request = r.seqs.digests[row], r.seqs.request[row]
+        tokens, request = sequences.tokens(r.seqs, row), r.seqs.request[row]
+        chain = r.seqs.digests[row]
     if not r.limits.prefix_caching or request.params.prompt_logprobs is not None:
         return [], False
-    limit = (tokens.size - 1) // r.limits.block_size
-    return r.draft.match(chain, tokens, r.limits.block_size, request.cache_salt, limit)
+    size = r.limits.block_size
+    limit = (tokens.size - 1) // size
+    if item is None and len(chain) < limit:  # generated blocks of a preempted sequence
+        r.seqs.digests[row] = chain = digests(tokens, size, request.cache_salt, chain)
+    return r.draft.match(chain, tokens, size, request.cache_salt, limit)
 
 
 def _fits(
@@ -262,7 +260,7 @@ def _fits(
     needed = -(-length // r.limits.block_size) - len(entries)
     revived = sum(r.draft.pool.ref_count[e.block] == 0 for e in entries)
     spare = r.draft.pool.num_available - revived - promised
-    busy = bool(r.rows) or bool((r.seqs.num_blocks > 0).any())
+    busy = bool((r.seqs.num_blocks > 0).any())
     watermark = max(1, r.limits.num_blocks // WATERMARK_SHARE) if busy else 0
     return bool(needed + watermark <= spare)
 
@@ -344,24 +342,22 @@ def _unblock(r: _Round, waiting: sequences.Waiting) -> None:
         _schedule_prompts(r, waiting)
 
 
-def _advance(r: _Round, step: int, num_decode: int) -> Plan:
-    """Move lengths past the launch, index the prompts' blocks, and write the plan down."""
+def _advance(r: _Round, host: Host) -> Plan:
+    """Move lengths past the launch and write the plan down."""
     s = r.seqs
-    rows = np.array(r.rows, np.int32)
-    chunks = np.array(r.chunks, np.int32)
+    rows, chunks = r.decode, np.ones(r.decode.size, np.int32)
+    if r.rows:
+        rows = np.concatenate([rows, np.array(r.rows, np.int32)])
+        chunks = np.concatenate([chunks, np.array(r.chunks, np.int32)])
     known, cached = s.num_total[rows], s.num_cached_tokens[rows]
-    s.num_cached_tokens[rows] += chunks
-    complete = cached + chunks == known
-    samples = np.flatnonzero(complete).astype(np.int32)
-    s.num_pending[rows[complete]] += 1
-    plan_tables = s.block_table[rows]
+    reached = cached + chunks
+    s.num_cached_tokens[rows] = reached
+    samples = np.flatnonzero(reached == known).astype(np.int32)
+    s.num_pending[rows[samples]] += 1
     sample_seqs, sample_rows = _sampling_rows(r, rows, samples)
-    need = Need(int(np.bitwise_or.reduce(s.need[sample_rows], initial=0)))
-    wants_prompt = (s.need[rows] & Need.PROMPT_LOGPROBS > 0) & (cached < s.num_prompt_tokens[rows])
-    first = s.num_tokens[rows] == s.num_prompt_tokens[rows]
-    deltas = [np.concatenate(part) for part in zip(*r.deltas, strict=True)] or [_EMPTY] * 3
+    table_rows, table_columns, table_blocks = _table_changes(r, host.dirty)
     return Plan(
-        step=step,
+        step=host.step,
         rows=rows,
         num_prompt=s.num_prompt_tokens[rows],
         num_known=known,
@@ -371,17 +367,17 @@ def _advance(r: _Round, step: int, num_decode: int) -> Plan:
         sample_seqs=sample_seqs,
         sample_rows=sample_rows,
         sample_epochs=s.epoch[sample_rows],
-        prompt_logprobs=np.flatnonzero(wants_prompt & first).astype(np.int32),
+        prompt_logprobs=_prompt_logprobs(s, rows, cached),
         copies=np.array(r.copies, np.int32).reshape(-1, 2),
-        table_rows=deltas[0],
-        table_columns=deltas[1],
-        table_blocks=deltas[2],
+        table_rows=table_rows,
+        table_columns=table_columns,
+        table_blocks=table_blocks,
         starts=np.array(r.starts, np.int32),
-        need=need,
-        num_decode=num_decode,
+        need=Need(int(np.bitwise_or.reduce(s.need[sample_rows], initial=0))),
+        num_decode=r.decode.size,
         requests=s.request[rows],
         choices=s.choice[rows],
-        tables=plan_tables,
+        tables=s.block_table[rows],
         block_size=r.limits.block_size,
         admitted=tuple(r.admitted),
         preempted=tuple(r.preempted),
@@ -391,6 +387,30 @@ def _advance(r: _Round, step: int, num_decode: int) -> Plan:
         prefix_hits=r.prefix_hits,
         stalled=r.stalled,
     )
+
+
+def _prompt_logprobs(s: Sequences, rows: Int32, cached: Int32) -> Int32:
+    """Indices of sequences that compute a prompt whose log-probabilities were asked for."""
+    asked = np.flatnonzero(s.need[rows] & Need.PROMPT_LOGPROBS).astype(np.int32)
+    if not asked.size:
+        return asked
+    prompt = s.num_prompt_tokens[rows[asked]]
+    # A preempted sequence that has generated already told them.
+    telling: Int32 = asked[(cached[asked] < prompt) & (s.num_tokens[rows[asked]] == prompt)]
+    return telling
+
+
+def _table_changes(r: _Round, dirty: tuple[int, ...]) -> tuple[Int32, Int32, Int32]:
+    """Block-table entries for the device, no entry twice: (rows, columns, blocks)."""
+    deltas = [(_EMPTY, _EMPTY, _EMPTY), *r.deltas]
+    rows, columns, new = (np.concatenate(part) for part in zip(*deltas, strict=True))
+    if not dirty:
+        return rows, columns, new
+    kept = ~np.isin(rows, dirty)  # the others send their whole tables
+    r.deltas = [(rows[kept], columns[kept], new[kept])]
+    for row in dirty:
+        _upload_table(r, row, 0)
+    return _table_changes(r, ())
 
 
 def _sampling_rows(r: _Round, rows: Int32, samples: Int32) -> tuple[Int32, Int32]:
@@ -414,25 +434,21 @@ def _sampling_rows(r: _Round, rows: Int32, samples: Int32) -> tuple[Int32, Int32
     return np.array(seqs_out, np.int32), np.array(rows_out, np.int32)
 
 
-def register_blocks(s: Sequences, draft: Draft, row: int, num_computed: int, size: int) -> None:
-    """Index the full blocks of ``row`` whose KV and token values exist. Donated."""
-    full = min(num_computed, int(s.num_tokens[row])) // size
+def register_blocks(s: Sequences, draft: Draft, row: int, full: int, size: int) -> None:
+    """Index the first ``full`` blocks of ``row``, whose KV and token values exist. Donated."""
     start = int(s.num_registered[row])
     if full <= start:
         return
+    parent: Entry | None = s.prefix_tail[row]
+    if start and (parent is None or not draft.is_indexed(parent)):
+        return  # what leads up to these blocks was evicted: nothing could find them
     s.num_registered[row] = full
-    parent = s.prefix_tail[row]
-    if parent is None and start:
-        return  # its chain was dropped
-    known, chain, salt = sequences.tokens(s, row), s.digests[row], s.request[row].cache_salt
-    if len(chain) < full:
-        s.digests[row] = chain = digests(known[: full * size], size, salt, chain)
+    chain, salt = s.digests[row][start:full], s.request[row].cache_salt
     held = s.block_table[row][start:full].tolist()
-    data = known[start * size : full * size].tobytes()
+    data = s.token_ids[row][start * size : full * size].tobytes()
     width = 4 * size
     for i, block in enumerate(held):
         tokens = data[i * width : (i + 1) * width]
-        parent = draft.register(block, chain[start + i], parent, tokens, salt)
-        if parent is None:
-            break
+        digest = chain[i] if i < len(chain) else extended(parent, tokens, salt)
+        parent = draft.register(block, digest, parent, tokens, salt)
     s.prefix_tail[row] = parent

@@ -78,7 +78,7 @@ class Sequences:
     request: Objects  # Request
     token_ids: Objects  # i32[>= num_tokens]
     block_table: Objects  # i32[>= num_blocks]
-    digests: Objects  # tuple[bytes, ...], one a full block of known tokens
+    digests: Objects  # tuple[bytes, ...], of the first full blocks: the prompt's, or more
     prefix_tail: Objects  # Entry | None, the index entry of the last registered block
     num_registered: Int32  # full blocks handed to the prefix index, or found there
     stop_tail: Objects  # bytes that may begin a stop string
@@ -101,6 +101,7 @@ _DTYPES: dict[str, Any] = {
     "stop_on_eos": np.bool_,
     "check_stops": np.bool_,
 }
+_ARRAYS = tuple(f.name for f in fields(Sequences))[:-1]  # all but rows_of, which comes last
 _OBJECTS = ("request", "token_ids", "block_table", "digests", "prefix_tail", "stop_tail")
 
 
@@ -118,9 +119,7 @@ def make(num_rows: int) -> Sequences:
 
 def copy(seqs: Sequences) -> Sequences:
     """Rows with vectors of their own; the per-row arrays stay shared."""
-    arrays = {
-        f.name: getattr(seqs, f.name).copy() for f in fields(Sequences) if f.name != "rows_of"
-    }
+    arrays: dict[str, Any] = {name: getattr(seqs, name).copy() for name in _ARRAYS}
     return Sequences(**arrays, rows_of=dict(seqs.rows_of))
 
 
@@ -248,11 +247,13 @@ def append_tokens(seqs: Sequences, rows: Int32, tokens: Int32) -> None:
     used = seqs.num_tokens[rows]
     arrays = seqs.token_ids[rows]
     for row, array, at, token in zip(
-        rows.tolist(), arrays, used.tolist(), tokens.tolist(), strict=True
+        rows.tolist(), arrays.tolist(), used.tolist(), tokens.tolist(), strict=True
     ):
-        if at >= array.size:
-            array = seqs.token_ids[row] = grown(array, at, at + 1)
-        array[at] = token
+        try:
+            array[at] = token
+        except IndexError:
+            seqs.token_ids[row] = grown(array, at, at + 1)
+            seqs.token_ids[row][at] = token
     seqs.num_tokens[rows] += 1
     seqs.num_pending[rows] -= 1
 

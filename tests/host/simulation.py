@@ -121,13 +121,9 @@ class Device:
             params = seqs.request[row].params
             self.noise[row] = (params.seed, int(seqs.choice[row])) if params.temperature else (0, 0)
             self.last_token[row] = int(seqs.token_ids[row][seqs.num_tokens[row] - 1])
-        for row, column, block in zip(
-            plan.table_rows.tolist(),
-            plan.table_columns.tolist(),
-            plan.table_blocks.tolist(),
-            strict=True,
-        ):
-            self.tables[row, column] = block
+        changes = list(zip(plan.table_rows.tolist(), plan.table_columns.tolist(), strict=True))
+        assert len(set(changes)) == len(changes), "a block-table entry changes twice in one step"
+        self.tables.update(zip(changes, plan.table_blocks.tolist(), strict=True))
         size = self.block_size
         copied = {
             target * size + i: self.kv[source * size + i]
