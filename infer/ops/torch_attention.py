@@ -63,15 +63,16 @@ def qk_norm_rope_store(
     """See ``infer.ops.QKNormRopeStore``."""
     num_q, num_kv, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     heads = qkv.view(-1, num_q + 2 * num_kv, dim)
-    qk, v = heads[:, :-num_kv], heads[:, -num_kv:]
+    qk, v = heads.narrow(1, 0, num_q + num_kv), heads.narrow(1, num_q + num_kv, num_kv)
     if q_norm is not None and k_norm is not None:
         q = F.rms_norm(qk[:, :num_q], (dim,), q_norm, shape.eps)
         k = F.rms_norm(qk[:, num_q:], (dim,), k_norm, shape.eps)
         qk = torch.cat((q, k), dim=1)
     rotated = rotate(qk, step.cos, step.sin).to(k_cache.dtype)
-    k_cache.view(-1, num_kv, dim).index_copy_(0, step.slots, rotated[:, num_q:])
+    k = rotated.narrow(1, num_q, num_kv)
+    k_cache.view(-1, num_kv, dim).index_copy_(0, step.slots, k)
     v_cache.view(-1, num_kv, dim).index_copy_(0, step.slots, v.to(v_cache.dtype))
-    return rotated[:, :num_q]
+    return rotated.narrow(1, 0, num_q)
 
 
 def attention(

@@ -2,7 +2,8 @@
 
 A decode step on a CPU is bound by reading weights, then by the number of torch calls: code and data
 have left the caches by the time they are wanted again, so every call costs microseconds. Hence
-packed weights, additions and SwiGLU inside the projections, and RMSNorm as one library kernel.
+packed weights, and RMSNorm through one library kernel. (Additions and products inside oneDNN's
+projections were tried: they take longer there than by themselves.)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from infer.kv import KVCache
 from infer.ops import LayerShape
 from infer.ops.torch_attention import TorchStep, attention, qk_norm_rope_store
+from infer.ops.torch_dense import silu_mul
 from infer.weights import LayerWeights, Weights
 
 WIDE_ROWS = 8  # from here on a step is bound by arithmetic rather than by reading bfloat16
@@ -36,10 +38,8 @@ class PackedLayer:
     o: Tensor
     o_bias: Tensor | None
     post_norm: Tensor  # [2 * hidden_size]
-    gate: Tensor
-    gate_bias: Tensor | None
-    up: Tensor
-    up_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
 
@@ -106,16 +106,14 @@ def layers(
     form: PackedForm, kv: KVCache, stream: Tensor, step: TorchStep, shape: LayerShape
 ) -> Tensor:
     """Run every layer over the residual stream ``[num_tokens, hidden_size]``, typed as ``form``."""
-    for index, w in enumerate(form.layers):
+    for w, k_cache, v_cache in zip(form.layers, kv.k, kv.v, strict=True):
         qkv = _linear(rms_norm(stream, w.input_norm, shape.eps), w.qkv, w.qkv_bias)
-        k_cache, v_cache = kv.k[index], kv.v[index]
         q = qk_norm_rope_store(qkv, w.q_norm, w.k_norm, k_cache, v_cache, step, shape)
         heads = attention(q, k_cache, v_cache, step, shape).to(stream.dtype)
-        stream = _linear_with(heads, stream, w.o, w.o_bias, "add")
+        stream = _linear(heads, w.o, w.o_bias).add_(stream)
         normed = rms_norm(stream, w.post_norm, shape.eps)
-        gate = _linear(normed, w.gate, w.gate_bias, "swish")
-        gated = _linear_with(normed, gate, w.up, w.up_bias, "mul")
-        stream = _linear_with(gated, stream, w.down, w.down_bias, "add")
+        gated = silu_mul(_linear(normed, w.gate_up, w.gate_up_bias))
+        stream = _linear(gated, w.down, w.down_bias).add_(stream)
     return stream
 
 
@@ -131,16 +129,11 @@ def rms_norm(x: Tensor, doubled_weight: Tensor, eps: float) -> Tensor:
     the RMSNorm of x. Torch has one kernel for it on a CPU, where RMSNorm takes ten calls.
     """
     both = torch.cat((x, x.neg()), dim=-1)
-    return F.layer_norm(both, (both.shape[-1],), doubled_weight, None, eps)[:, : x.shape[-1]]
+    return F.layer_norm(both, doubled_weight.shape, doubled_weight, None, eps)[:, : x.shape[-1]]
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, then: str = "none") -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "")
-    return out
-
-
-def _linear_with(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None, op: str) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, other, weight, bias, op)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
@@ -156,8 +149,6 @@ def _layer(w: LayerWeights, dtype: torch.dtype) -> PackedLayer:
     def cast(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(dtype)
 
-    gate, up = w.gate_up.chunk(2)
-    gate_bias, up_bias = (None, None) if w.gate_up_bias is None else w.gate_up_bias.chunk(2)
     return PackedLayer(
         input_norm=w.input_norm.to(dtype).repeat(2),
         qkv=_reorder(w.qkv, dtype),
@@ -167,10 +158,8 @@ def _layer(w: LayerWeights, dtype: torch.dtype) -> PackedLayer:
         o=_reorder(w.o, dtype),
         o_bias=cast(w.o_bias),
         post_norm=w.post_norm.to(dtype).repeat(2),
-        gate=_reorder(gate, dtype),
-        gate_bias=cast(gate_bias),
-        up=_reorder(up, dtype),
-        up_bias=cast(up_bias),
+        gate_up=_reorder(w.gate_up, dtype),
+        gate_up_bias=cast(w.gate_up_bias),
         down=_reorder(w.down, dtype),
         down_bias=cast(w.down_bias),
     )
