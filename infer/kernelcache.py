@@ -2,7 +2,7 @@
 
 Compiling holds the interpreter lock, so threads do not help. Each process makes a model of one
 layer with the same shapes and runs some of the engine's steps on padding; the engine then finds
-every kernel compiled. ``python -m infer.kernelcache`` is such a process.
+every kernel compiled. ``infer.kernelworker`` is such a process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
-from infer import graphs
-from infer.config import Limits, ModelConfig, RopeConfig
+from infer.config import Limits
 from infer.graphs import Shape
 from infer.model import Model
 from infer.ops import Ops
@@ -49,7 +48,7 @@ def fill(model: Model, ops: Ops, limits: Limits, shapes: Sequence[Shape]) -> Non
     processes = []
     for part in _parts(shapes, count):
         process = subprocess.Popen(
-            [sys.executable, "-m", "infer.kernelcache"], stdin=subprocess.PIPE, text=True
+            [sys.executable, "-m", "infer.kernelworker"], stdin=subprocess.PIPE, text=True
         )
         assert process.stdin is not None
         process.stdin.write(json.dumps({**spec, "shapes": [asdict(shape) for shape in part]}))
@@ -113,33 +112,3 @@ def _marker(spec: dict[str, Any]) -> Path:
 
 def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
-
-
-def work(spec: dict[str, Any]) -> None:
-    """Run one worker's steps."""
-    from infer import rows as row_state
-    from infer.initialize import allocate_kv
-    from infer.loading import load
-    from infer.ops.backends import make_ops
-
-    rope = RopeConfig(**spec["config"].pop("rope"))
-    eos = tuple(spec["config"].pop("eos_token_ids"))
-    config = ModelConfig(rope=rope, eos_token_ids=eos, **spec["config"])
-    model = load(
-        config=config,
-        load_format="random",
-        dtype=spec["dtype"],
-        device=spec["device"],
-        progress=False,
-    )
-    limits = Limits(**spec["limits"])
-    ops = make_ops("triton", config, model.device)
-    with torch.inference_mode():
-        kv = allocate_kv(model, limits)
-        rows = row_state.make(limits, config.vocab_size, model.device)
-        shapes = [Shape(**shape) for shape in spec["shapes"]]
-        graphs.warm_up(model, ops, kv, rows, limits, shapes)
-
-
-if __name__ == "__main__":
-    work(json.load(sys.stdin))

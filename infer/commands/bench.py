@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from infer.bench import add_bench_arguments, run_bench
+from infer.bench.run import add_bench_arguments, run_bench
 from infer.engineoptions import add_engine_options, llm_options
 
 

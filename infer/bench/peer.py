@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infer.bench import Figure, random_prompts
+from infer.bench.figures import Figure, random_prompts
 from infer.errors import ConfigError
 from infer.llm import LLM
 from infer.types import SamplingParams

@@ -1,0 +1,159 @@
+"""``infer bench``: run named workloads and report them with their conditions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.bench.figures import Figure, random_prompts
+from infer.bench.peer import bench_peer
+from infer.bench.workloads import (
+    PROMPT_LEN,
+    bench_decode,
+    bench_offline,
+    bench_prefill,
+    fixed_length,
+)
+from infer.errors import ConfigError
+from infer.llm import LLM
+
+WORKLOADS: dict[str, Callable[[LLM], list[Figure]]] = {
+    "decode": bench_decode,
+    "offline": bench_offline,
+    "prefill": bench_prefill,
+    "peer": bench_peer,
+}
+STANDARD = ("decode", "offline", "prefill")  # what runs when no workload is named
+
+
+def conditions(llm: LLM) -> dict[str, Any]:
+    """What a figure depends on: date, device, versions, commit, engine options."""
+    model, state = llm.model, llm.state
+    cuda = model.device.type == "cuda"
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    ).stdout.strip()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(model.device)
+        if cuda
+        else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "commit": commit or "unknown",
+        "model": model.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "backend": state.runtime.ops.name,
+        "engine": asdict(state.config),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def markdown(figures: Sequence[Figure], where: dict[str, Any]) -> str:
+    """A short report."""
+    title = (
+        f"{where['model']} {where['dtype']} on {where['device']}, backend {where['backend']}, "
+        f"torch {where['torch']}, commit {where['commit']}, {where['date']}"
+    )
+    lines = [
+        title,
+        "",
+        "| workload | figure | value | floor | of floor | detail |",
+        "|---|---|---|---|---|---|",
+    ]
+    for f in figures:
+        floor = "" if f.floor is None else f"{f.floor:,.2f}"
+        share = "" if f.percent_of_floor is None else f"{f.percent_of_floor:.0f} %"
+        detail = ", ".join(f"{k} {v}" for k, v in f.detail.items())
+        cells = (f.workload, f.name, f"{f.value:,.2f} {f.unit}", floor, share, detail)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def run(
+    llm: LLM, names: Sequence[str], *, ready_s: float | None = None, as_json: bool = False
+) -> list[Figure]:
+    """Run workloads, print the report, and return the figures."""
+    figures = []
+    if ready_s is not None:
+        figures.append(Figure(workload="start", name="load to ready", value=ready_s, unit="s"))
+    for name in names:
+        if name not in WORKLOADS:
+            raise ConfigError(f"unknown workload {name!r}; choose start, {', '.join(WORKLOADS)}")
+        figures += WORKLOADS[name](llm)
+    where = conditions(llm)
+    if as_json:
+        print(json.dumps({"conditions": where, "figures": [asdict(f) for f in figures]}))
+    else:
+        print(markdown(figures, where))
+    return figures
+
+
+def profile(llm: LLM, folder: str, batch: int = 1) -> None:
+    """Write a trace of some decode steps and a table of kernels a step into ``folder``."""
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(2)
+    prompts = random_prompts(rng, batch, PROMPT_LEN, llm.model.config.vocab_size)
+    llm.generate(prompts, fixed_length(4), progress=False)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if llm.model.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    prompts = random_prompts(rng, batch, PROMPT_LEN, llm.model.config.vocab_size)
+    with torch.profiler.profile(activities=activities) as prof:
+        llm.generate(prompts, fixed_length(33), progress=False)
+    prof.export_chrome_trace(str(out / f"trace-batch{batch}.json"))
+    key = "self_cuda_time_total" if len(activities) > 1 else "self_cpu_time_total"
+    table = prof.key_averages().table(sort_by=key, row_limit=40)
+    (out / f"kernels-batch{batch}.txt").write_text(table, encoding="utf-8")
+    print(f"wrote {out}/trace-batch{batch}.json and kernels-batch{batch}.txt", file=sys.stderr)
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``infer bench`` beside the engine's own."""
+    parser.add_argument(
+        "workloads",
+        nargs="*",
+        default=["start", *STANDARD],
+        help=f"start, {', '.join(WORKLOADS)} (default: start, {', '.join(STANDARD)})",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of Markdown")
+    parser.add_argument("--profile", metavar="DIR", help="also write a trace and a kernel table")
+    parser.add_argument("--profile-batch", type=int, default=1, metavar="N")
+
+
+def run_bench(make: Callable[[], LLM], args: argparse.Namespace) -> int:
+    """``infer bench``: build the engine, measure, report."""
+    started = time.perf_counter()
+    llm = make()
+    llm.generate([[1, 2, 3]], fixed_length(1), progress=False)
+    ready = time.perf_counter() - started
+    names = [name for name in args.workloads if name != "start"]
+    run(llm, names, ready_s=ready if "start" in args.workloads else None, as_json=args.json)
+    if args.profile:
+        profile(llm, args.profile, args.profile_batch)
+    return 0
