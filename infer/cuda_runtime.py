@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
 from infer.ops.logprobs import Logprobs
+from infer.parallel import TP
 from infer.plan import Plan
 from infer.report import LogprobArrays, StepValues
 from infer.rows import RowState, table_changes
@@ -28,13 +30,15 @@ from infer.sequences import Need, Sequences
 from infer.staging import Returns, Staging
 
 STAGING_WORDS = 1 << 20
+POLL_S = 20e-6
 
 
 class Fetched:
     """Values on their way to pinned memory; ``wait`` is the one place where the host waits."""
 
-    def __init__(self, values: DeviceValues, num_samples: int) -> None:
+    def __init__(self, values: DeviceValues, num_samples: int, tp: TP) -> None:
         self._num_samples = num_samples
+        self._tp = tp
         self._tokens = _to_pinned(values.tokens)
         self._nan = _to_pinned(values.nan)
         self._own = _pinned_logprobs(values.logprobs)
@@ -44,7 +48,7 @@ class Fetched:
 
     def wait(self) -> StepValues:
         """Block until the device has finished the step."""
-        self._event.synchronize()
+        _wait(self._event, self._tp)
         n = self._num_samples
         return StepValues(
             tokens=self._tokens.numpy()[:n].copy(),
@@ -57,16 +61,27 @@ class Fetched:
 class Replayed:
     """A graph's results on their way; ``wait`` is the one place where the host waits."""
 
-    def __init__(self, array: Int32, event: torch.cuda.Event, num_samples: int) -> None:
+    def __init__(self, array: Int32, event: torch.cuda.Event, num_samples: int, tp: TP) -> None:
+        self._tp = tp
         self._array = array
         self._event = event
         self._num_samples = num_samples
 
     def wait(self) -> StepValues:
         """Block until the device has finished the step."""
-        self._event.synchronize()
+        _wait(self._event, self._tp)
         both = self._array.reshape(2, -1)[:, : self._num_samples]
         return StepValues(tokens=both[0].copy(), failed=both[1] != 0)
+
+
+def _wait(event: torch.cuda.Event, tp: TP) -> None:
+    """Wait for the device; among several ranks only as long as the others are there."""
+    if tp.link is None:
+        event.synchronize()
+        return
+    while not event.query():
+        tp.link.check()
+        time.sleep(POLL_S)
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
@@ -108,6 +123,11 @@ class CudaRuntime(Runtime):
         self._mixed = [shape for shape in shapes if not shape.decode]
         self._hit = False
 
+    def release(self) -> None:
+        """Free the graphs: a group's communicator cannot end before those that hold it."""
+        self._plain.clear()
+        self._to_logits.clear()
+
     def take_counters(self) -> tuple[bool, int]:
         """Whether the last step replayed a graph, and recompilations since the last call."""
         return self._hit, 0
@@ -142,13 +162,14 @@ class CudaRuntime(Runtime):
         graph.graph.replay()
         num_samples = int(plan.sample_rows.size)
         if graph.results is not None:
-            return Replayed(*self._returns.start(graph.results), num_samples), kv, rows
+            array, event = self._returns.start(graph.results)
+            return Replayed(array, event, num_samples, model.tp), kv, rows
         assert graph.logits is not None
         wants = extras(plan, seqs, uploaded)
         if self.on_logits is not None:
             self.on_logits(graph.logits[:num_samples])
         values, rows = step.pick(model, graph.logits, rows, graph.batch, wants)
-        return Fetched(values, num_samples), kv, rows
+        return Fetched(values, num_samples, model.tp), kv, rows
 
     def _padded(self, batch: HostBatch) -> HostBatch:
         """The batch with empty sequences up to ``max_num_seqs``: kernels know no other count."""
@@ -183,7 +204,7 @@ class CudaRuntime(Runtime):
         """Start bringing the values to the host."""
         if values is None:
             return Ready(EMPTY)
-        return Fetched(values, values.tokens.shape[0])
+        return Fetched(values, values.tokens.shape[0], self._model.tp)
 
 
 def make(

@@ -263,7 +263,9 @@ def capture(
         body()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
+    # NCCL's own threads look at events meanwhile, which a global capture would forbid.
+    mode = "global" if model.tp.size == 1 else "thread_local"
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):  # type: ignore[arg-type]
         results, scores = body()
     batch, _ = views(inputs, shape, rows.block_tables, limits.max_model_len)
     return Graph(layout, inputs, graph, batch, results, scores)

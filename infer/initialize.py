@@ -42,7 +42,10 @@ def init(model: Model, config: EngineConfig | None = None) -> EngineState:
     """
     config = config or EngineConfig()
     with opening(model.tp, config) as outside:
-        return replace(_init(model, config), outside=outside)
+        state = _init(model, config)
+        if outside is not None:
+            outside.lease.holds(state.runtime)
+        return replace(state, outside=outside)
 
 
 def _init(model: Model, config: EngineConfig) -> EngineState:

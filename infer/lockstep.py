@@ -7,7 +7,7 @@ hear of the same submits and aborts in the same places stay equal. Nothing else 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -44,6 +44,13 @@ class Forked(msgspec.Struct, tag="fork", array_like=True, frozen=True):
 Happening = Submitted | Aborted | Forked
 
 
+class Lease(Protocol):
+    """Kept alive by every state of an engine: when it goes, so do the followers' engines."""
+
+    def holds(self, runtime: Any) -> None:
+        """``runtime`` must be released before the ranks end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outside:
     """What the leading rank has yet to tell its followers about one engine.
@@ -52,7 +59,7 @@ class Outside:
     """
 
     engine: int
-    lease: Any  # kept alive by every state of the engine: when it goes, the followers' engines go
+    lease: Lease
     events: Fifo[Happening] = field(default_factory=Fifo)
 
     def noted(self, event: Happening) -> Outside:

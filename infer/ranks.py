@@ -122,6 +122,7 @@ class _Followers:
     store: Any
     group: Any = None
     watch: Watch | None = None
+    runtimes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     ended: bool = False
 
     @property
@@ -166,6 +167,8 @@ class _Followers:
                 control.sendall(Message(Kind.STOP).encoded())
             except OSError:
                 pass  # ended already
+        for runtime in list(self.runtimes):
+            runtime.release()
         if self.group is not None:
             groups.release(self.group)
         for process in self.processes.values():
@@ -239,6 +242,10 @@ class _Ranks:
         """The process group."""
         return self._followers.group
 
+    def hold(self, runtime: Any) -> None:
+        """Release ``runtime`` before the group."""
+        self._followers.runtimes.add(runtime)
+
     def send(self, rank: int, message: Message) -> None:
         """Tell one follower."""
         self._followers.controls[rank].sendall(message.encoded())
@@ -276,6 +283,10 @@ class _Lease:
         self.number = number
         if number:
             weakref.finalize(self, ranks.dropped.append, Message(kind, number)).atexit = False
+
+    def holds(self, runtime: Any) -> None:
+        """``runtime`` must be released before the ranks end."""
+        self.ranks.hold(runtime)
 
 
 # --- the link -------------------------------------------------------------------------------------

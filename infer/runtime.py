@@ -87,6 +87,9 @@ class Runtime:
             )
         return self._executable
 
+    def release(self) -> None:
+        """Free what would keep a group of ranks from ending; nothing can run afterwards."""
+
     def take_counters(self) -> tuple[bool, int]:
         """Whether the last step replayed a graph, and recompilations since the last call."""
         return False, 0
