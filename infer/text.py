@@ -113,26 +113,34 @@ class TextStream:
 
     def finish(self, reason: FinishReason, stop: str | int | None = None) -> str:
         """The last text. A final EOS or stop token belongs to it only if stops are included."""
+        token_id, self._held_token = self._held_token, None
         by_token = reason is FinishReason.STOP and not isinstance(stop, str)
-        if by_token and not self._include_stop:
-            self._held_token = None
-        data = self._release()
+        pieces = []
+        if token_id is not None and not by_token:
+            pieces.append(self._append(token_id))
         if not self._stopped:
-            data += bytes(compress(self._tail, self._shown))
             self._stopped = True
-        return self._utf8.decode(data, final=True)
+            pieces.append(bytes(compress(self._tail, self._shown)))
+            if token_id is not None and by_token and self._include_stop:
+                # This token ended the text, even if it also completes a stop string.
+                data = self._table[token_id]
+                pieces.append(data[self._num_hidden(token_id, data) :])
+        return self._utf8.decode(b"".join(pieces), final=True)
 
     def _release(self) -> bytes:
         token_id, self._held_token = self._held_token, None
         return b"" if token_id is None else self._append(token_id)
+
+    def _num_hidden(self, token_id: int, data: bytes) -> int:
+        """How many bytes at the start of a token's ``data`` the text does not show."""
+        return len(data) if token_id in self._hidden_ids else self._start.num_dropped(data)
 
     def _append(self, token_id: int) -> bytes:
         """Take a token; returns the bytes that are certain to be part of the text."""
         if self._stopped:
             return b""
         data = self._table[token_id]
-        hidden = token_id in self._hidden_ids
-        dropped = len(data) if hidden else self._start.num_dropped(data)
+        dropped = self._num_hidden(token_id, data)
         if not self._stops:
             return data[dropped:]
         match, tail = stop_scan(self._tail, data, self._stops)

@@ -222,6 +222,15 @@ def test_stream_equals_the_text_up_to_the_stop(qwen: Pair, data: st.DataObject) 
         assert not any("\ufffd" in part for part in parts)
 
 
+def test_a_stop_token_that_also_completes_a_stop_string(qwen: Pair) -> None:
+    """The engine reports the token; included, it is included whole."""
+    (token,) = qwen.ours.encode(" the")
+    params = SamplingParams(stop=("t",), stop_token_ids=(token,), include_stop_str_in_output=True)
+    stream = TextStream(qwen.ours, params)
+    assert stream.push([token]) == ""
+    assert stream.finish(FinishReason.STOP, token) == " the"
+
+
 def test_text_that_cannot_begin_a_stop_is_not_held_back(qwen: Pair) -> None:
     stream = TextStream(qwen.ours, SamplingParams(stop=("END",)))
     for token_id in qwen.ours.encode("hello world"):
