@@ -122,6 +122,15 @@ def _validated(request: Request, limits: Limits) -> tuple[Request, Int32, int]:
             "n",
         )
     total = length + (room if params.max_tokens is None else params.max_tokens)
+    capacity = limits.num_blocks * limits.block_size
+    if total > capacity:
+        raise _refuse(
+            request,
+            f"prompt and answer may reach {total} tokens and the KV pool holds {capacity} "
+            f"({limits.num_blocks} blocks of {limits.block_size}); lower max_tokens, shorten the "
+            "prompt or raise num_blocks",
+            "max_tokens",
+        )
     return replace(request, params=params), tokens.astype(np.int32), total
 
 
