@@ -1,0 +1,112 @@
+"""All comparisons of one model, one after the other."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from infer.errors import ConfigError
+from infer.verify.checks import CHECKS, Check
+from infer.verify.context import Context, make_context
+from infer.verify.half import half
+from infer.verify.result import Outcome, Row
+from infer.verify.subject import Subject
+
+HALF_CHECKS = (
+    Check("bf16-torch", "bfloat16, backend torch", half("torch")),
+    Check("bf16-triton", "bfloat16, backend triton", half("triton")),
+    Check("bf16-graphs", "bfloat16, CUDA Graphs", half("auto", cuda_graphs=True)),
+)
+ALL_CHECKS = (*CHECKS, *HALF_CHECKS)
+
+
+def verify(
+    subject: Subject,
+    *,
+    only: Sequence[str] = (),
+    tp: int = 1,
+    half: bool = True,
+    seed: int = 0,
+    tell: Callable[[Row], None] | None = None,
+) -> Outcome:
+    """Make the comparisons, or those named by ``only``.
+
+    Args:
+        tp: ranks to compare with one; 1 leaves that out.
+        half: compare bfloat16 too, when any of its comparisons is asked for.
+        tell: called with each row as it is done.
+
+    Raises:
+        ConfigError: there is no comparison of such a name.
+        InferError: the model cannot be loaded.
+    """
+    chosen = _chosen(only)
+    wants_half = half and any(check in HALF_CHECKS for check in chosen)
+    context = make_context(subject, tp=tp, half=wants_half, seed=seed)
+    rows = []
+    for check in chosen:
+        row = _made(check, context)
+        rows.append(row)
+        if tell is not None:
+            tell(row)
+    return Outcome(conditions=_conditions(context), rows=tuple(rows))
+
+
+def _chosen(only: Sequence[str]) -> tuple[Check, ...]:
+    names = [check.name for check in ALL_CHECKS]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise ConfigError(f"there is no comparison {unknown[0]!r}; choose {', '.join(names)}")
+    return tuple(check for check in ALL_CHECKS if not only or check.name in only)
+
+
+def _made(check: Check, context: Context) -> Row:
+    """The check's row. An engine that breaks down has failed the comparison, not ended the rest."""
+    try:
+        return check.run(check.name, check.title, context)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return Row(name=check.name, title=check.title, status="fail", reasons=(reason,))
+
+
+def _conditions(context: Context) -> dict[str, str]:
+    """What a verdict depends on."""
+    model = context.model
+    cuda = model.device.type == "cuda"
+    found = {
+        "model": model.name,
+        "weights": "random" if context.subject.random else str(model.path),
+        "device": torch.cuda.get_device_name(model.device) if cuda else _processor(),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "paths": ", ".join(f"{p.num_prompt} + {p.num_generated}" for p in context.paths),
+    }
+    for package in ("torch", "triton", "transformers", "flash-attn", "purestep"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    ).stdout.strip()
+    return {**found, "commit": commit} if commit else found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "cpu"
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.machine()
