@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +30,13 @@ from dashboard.settings import Settings
 from infer import options
 from infer.client import Engine, LinkedClient, start_thread
 from infer.config import EngineConfig
-from infer.engineloop import Advance, Transitions
 from infer.engineoptions import ENGINE_TEXTS, LOAD_TEXTS, LoadOptions
 from infer.errors import ConfigError, InferError
 from infer.presets import DEFAULT, find_preset
 from infer.server.app import create_app
 from infer.server.banner import banner
 from infer.server.config import ServerConfig
-from infer.server.middleware import configure_logging
+from infer.server.logs import configure_logging
 from infer.tokenizer import Tokenizer
 from infer.transport import start_process
 from infer.types import EngineInfo
@@ -161,80 +160,28 @@ async def serve(plan: ServePlan) -> None:
             await client.shutdown(0)
 
 
-def build_engine(settings: Mapping[str, Any]) -> Engine:
-    """Make an engine in a process of its own, from ``{"load": ..., "engine": ..., "log_format"}``.
-
-    Raises:
-        InferError: the model or an option is wrong.
-    """
-    configure_logging(settings.get("log_format", "text"))
-    engine, _ = _build(settings, None)
-    return engine
-
-
-def _build(
-    settings: Mapping[str, Any], recorder: StepRecorder | None
-) -> tuple[Engine, Tokenizer | None]:
-    # torch is imported here: a server whose engine is another process does without it.
-    from infer.engine import abort, has_work, submit
-    from infer.info import engine_info
-    from infer.initialize import init
-    from infer.llm import advance
-    from infer.loading import load
-
-    wanted = settings["load"]
-    name = wanted.get("model")
-    preset = find_preset(name) if name is not None else None
-    model = load(**wanted)
-    config = EngineConfig(**{**(preset.engine if preset else {}), **settings["engine"]})
-    state = init(model, config)
-    go_on = advance if recorder is None else _recorded(advance, recorder)
-    transitions = Transitions(
-        submit=submit, abort=abort, has_work=has_work, advance=go_on, check=_check_ranks
-    )
-    info = engine_info(model, state)
-    return Engine(transitions=transitions, model=model, state=state, info=info), model.tokenizer
-
-
-def _check_ranks(model: Any) -> None:
-    """Raise when another rank of the model's group has failed."""
-    if model.tp.link is not None:
-        model.tp.link.check()
-
-
-def _recorded(advance: Advance, recorder: StepRecorder) -> Advance:
-    """``advance``, with every collected step noted for the inspector."""
-
-    def advance_and_record(
-        model: Any, state: Any, tickets: tuple[Any, ...]
-    ) -> tuple[Any, tuple[Any, ...], Sequence[Any]]:
-        state, tickets, reports = advance(model, state, tickets)
-        for report in reports:
-            recorder.record(report, state)  # type: ignore[arg-type]
-        return state, tickets, reports
-
-    return advance_and_record
-
-
 async def _start_engine(plan: ServePlan, recorder: StepRecorder) -> tuple[LinkedClient, Tokenizer]:
-    settings = {
+    settings: dict[str, Any] = {
         "load": {name: getattr(plan.load, name) for name in LOAD_TEXTS},
         "engine": dict(plan.engine),
         "log_format": plan.server.log_format,
     }
     if _apart(plan):
-        client = await start_process("infer.app:build_engine", settings)
+        client = await start_process("infer.enginebuild:build_engine", settings)
         folder = client.info.model_path
         tokenizer = None if folder is None else await _read_tokenizer(folder)
     else:
         left: list[Tokenizer | None] = []
 
-        def build() -> Engine:
-            engine, tokenizer = _build(settings, recorder)
+        def make() -> Engine:
+            # torch is imported here: a server whose engine is another process does without it.
+            from infer.enginebuild import build
+
+            engine, tokenizer = build(settings["load"], settings["engine"], recorder.record)
             left.append(tokenizer)
             return engine
 
-        client = await start_thread(build)
+        client = await start_thread(make)
         (tokenizer,) = left
     if tokenizer is None:
         await client.shutdown(0)

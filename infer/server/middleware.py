@@ -34,35 +34,6 @@ LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
 
 
-def configure_logging(log_format: str) -> None:
-    """Write the log to standard error: lines of text, or one JSON object a line."""
-    handler = logging.StreamHandler()
-    if log_format == "json":
-        handler.setFormatter(_JsonLines())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for chatty in ("httpx", "uvicorn.error"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-
-
-class _JsonLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-        }
-        fields = getattr(record, "fields", None)
-        if isinstance(fields, dict):
-            line |= fields
-        else:
-            line["message"] = record.getMessage()
-        if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-
 class Guard:
     """Refuses what may not pass: a wrong key, a foreign origin or host, a body too large.
 

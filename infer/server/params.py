@@ -231,8 +231,6 @@ def template_variables(variables: dict[str, Any] | None) -> dict[str, Any]:
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     refuse_unknown(message)
     plain = message.model_dump(exclude_none=True)
-    if message.role == "developer":
-        plain["role"] = "system"  # OpenAI's newer name for it, unknown to templates
     if isinstance(message.content, list):
         texts = []
         for part in message.content:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.app import build_engine
+from infer.enginebuild import build_engine
 from infer.loading import resolve
 from infer.presets import DEFAULT, find_preset
 from infer.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.app import build_engine
+from infer.enginebuild import build_engine
 from infer.tokenizer import Tokenizer
 from tests.server.harness import Running, serving
 from tests.server.tiny import write_tiny

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infer.app import build_engine
+from infer.enginebuild import build_engine
 from infer.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from infer.tokenizer import Tokenizer
 from tests.server.harness import Running, serving
