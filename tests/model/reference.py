@@ -253,7 +253,8 @@ class Driver:
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     """transformers' logits at every position, float32 ``[len(tokens), vocab_size]``."""
-    return model(input_ids=torch.tensor([tokens])).logits[0].float()
+    ids = torch.tensor([tokens], device=model.device)
+    return model(input_ids=ids).logits[0].float()
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 131) -> list[int]:
