@@ -219,6 +219,7 @@ class Simulation:
         self.device = Device(limits.block_size)
         self.tickets: deque[tuple[Plan, np.ndarray]] = deque()
         self.plans: list[Plan] = []
+        self.batches: list[HostBatch] = []
         self.expected: dict[tuple[str, int], Expected] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], FinishEvent] = {}
@@ -275,6 +276,7 @@ class Simulation:
             check_batch(plan, batch)
         self.tickets.append((plan, self.device.run(plan, batch, self.host.seqs)))
         self.plans.append(plan)
+        self.batches.append(batch)
         self.check()
         return plan
 
