@@ -6,26 +6,35 @@ functional collectives look up.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from infer.parallel import TP, Scratch, lowest
+
+logger = logging.getLogger(__name__)
+
 TIMEOUT = timedelta(minutes=30)  # a backstop: ranks watch each other much more closely
 TEARDOWN_S = 3.0
+SCRATCH_BYTES = 1 << 20  # over all ranks: what each reads of a small sum
 # Errors are found and handled by the watch; NCCL's own threads would end the process instead.
 NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
-def make(store: Any, rank: int, size: int, name: str, device: torch.device, *, local: bool) -> Any:
-    """A group over NCCL for CUDA or Gloo for the CPU; all ranks call it together.
+def join(store: Any, rank: int, size: int, name: str, device: torch.device, *, local: bool) -> TP:
+    """This rank's place in a new group, over NCCL for CUDA or Gloo for the CPU.
 
-    ``local`` says that all ranks are on this host, so that Gloo may use the loopback interface.
+    All ranks call it together. ``local`` says that all are on one host: then Gloo uses the loopback
+    interface, and GPUs read each other's memory for small sums.
     """
     own = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(own, rank, size)
@@ -44,18 +53,56 @@ def make(store: Any, rank: int, size: int, name: str, device: torch.device, *, l
     group._register_backend(device, kind, backend)
     group._set_group_name(name)
     torch._C._distributed_c10d._register_process_group(name, group)
-    return group
+    tp = TP(rank, size, group)
+    lowest(0, tp, device)  # NCCL connects at the first call, which must not be inside a capture
+    if device.type == "cuda" and local:
+        tp = replace(tp, scratch=_scratch(tp, dist.PrefixStore("scratch", own), device))
+    return tp
 
 
-def abort(group: Any) -> None:
+def _scratch(tp: TP, store: Any, device: torch.device) -> Scratch | None:
+    """Memory for small sums; None, on all ranks alike, where GPUs cannot read each other's."""
+    memory = torch._C._distributed_c10d._SymmetricMemory
+    name, made = tp.group.group_name, None
+    try:
+        with _environment({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}):
+            memory.set_group_info(name, tp.rank, tp.size, store)
+            size = (SCRATCH_BYTES // tp.size,)
+            buffer = memory.empty_strided_p2p(size, (1,), torch.uint8, device)
+            handle = memory.rendezvous(buffer, name)
+        pads = [handle.get_signal_pad(rank).view(torch.int32) for rank in range(tp.size)]
+        made = Scratch(buffer, tuple(pads))
+    except (RuntimeError, AttributeError) as error:
+        logger.info("rank %d: small sums go through NCCL: %s", tp.rank, error)
+    return made if lowest(int(made is not None), tp, device) else None
+
+
+def abort(tp: TP) -> None:
     """Break off what the group is doing, so that whoever waits for it gets an error."""
-    _bounded(group.abort)
+    if tp.scratch is not None:
+        _bounded(lambda: _let_go(tp))
+    _bounded(tp.group.abort)
 
 
-def release(group: Any) -> None:
+def _let_go(tp: TP) -> None:
+    """Let kernels of small sums go on that wait for a dead rank: play its part in the flags.
+
+    A kernel sets its flag with the others once that is down, and waits for theirs with it.
+    """
+    assert tp.scratch is not None
+    deadline = time.monotonic() + TEARDOWN_S / 2
+    stream = torch.cuda.Stream(tp.scratch.buffer.device)
+    with torch.cuda.stream(stream):
+        while time.monotonic() < deadline:
+            for rank, pad in enumerate(tp.scratch.pads):
+                pad.fill_(int(rank == tp.rank))
+            stream.synchronize()
+
+
+def release(tp: TP) -> None:
     """Free the group's connections and threads."""
-    torch._C._distributed_c10d._unregister_process_group(group.group_name)
-    _bounded(group.shutdown)
+    torch._C._distributed_c10d._unregister_process_group(tp.group.group_name)
+    _bounded(tp.group.shutdown)
 
 
 def _bounded(call: Any) -> None:

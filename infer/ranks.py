@@ -74,6 +74,11 @@ def lead(
         EngineError: a rank ended before it was there.
     """
     device = torch.device(device)
+    if device.index:
+        raise ConfigError(
+            f"device is {device}, but rank 0 of {size} takes the first GPU and the others the next; "
+            "choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
     torchrun = torchrun_rank()
     if torchrun is not None:
         if torchrun != 0 or int(os.environ["WORLD_SIZE"]) != size:
@@ -93,15 +98,16 @@ def lead(
         followers = _spawn(size, store)
     ranks = _Ranks(followers, step_deadline)
     name = f"purestep-{secrets.token_hex(4)}"
-    local = torchrun is None
+    local = torchrun is None or os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     for rank in followers.controls:
-        where = ("127.0.0.1", store.port) if local else None
+        where = ("127.0.0.1", store.port) if torchrun is None else None
         join = JoinGroup(rank, size, device.type, name, local, where, step_deadline)
         ranks.send(rank, Message(Kind.GROUP, payload=msgspec.msgpack.encode(join)))
     with ranks.watch.guard("the start of the ranks", limited=False):
         ranks.answers()
-        followers.group = groups.make(store, 0, size, name, _indexed(device), local=local)
-    return TP(0, size, followers.group, Leading(ranks, _Lease(ranks, Kind.DROP_MODEL, 0)))
+        place = groups.join(store, 0, size, name, _indexed(device), local=local)
+        followers.place = place
+    return replace(place, link=Leading(ranks, _Lease(ranks, Kind.DROP_MODEL, 0)))
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -120,7 +126,7 @@ class _Followers:
     connections: dict[int, dict[Role, socket.socket]]
     processes: dict[int, subprocess.Popen[bytes]]
     store: Any
-    group: Any = None
+    place: TP | None = None
     watch: Watch | None = None
     runtimes: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     ended: bool = False
@@ -150,8 +156,8 @@ class _Followers:
             process.kill()
         for control in self.controls.values():
             _shut(control)
-        if self.group is not None:
-            groups.abort(self.group)
+        if self.place is not None:
+            groups.abort(self.place)
         for process in self.processes.values():
             process.wait()
 
@@ -169,8 +175,8 @@ class _Followers:
                 pass  # ended already
         for runtime in list(self.runtimes):
             runtime.release()
-        if self.group is not None:
-            groups.release(self.group)
+        if self.place is not None:
+            groups.release(self.place)
         for process in self.processes.values():
             try:
                 process.wait(END_S)
@@ -236,11 +242,6 @@ class _Ranks:
         self.dropped: deque[Message] = deque()
         self.last_model = self.last_engine = 0
         self.close = weakref.finalize(self, followers.end)
-
-    @property
-    def group(self) -> Any:
-        """The process group."""
-        return self._followers.group
 
     def hold(self, runtime: Any) -> None:
         """Release ``runtime`` before the group."""

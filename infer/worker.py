@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -140,14 +140,15 @@ def _join(control: socket.socket, message: Message, watch: Watch, store: Any) ->
     watch.limit(join.step_deadline)
     device = torch.device("cpu")
     if join.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", join.rank)))
+        index = join.rank if join.store is not None else int(os.environ["LOCAL_RANK"])
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     control.sendall(Message(Kind.DONE).encoded())
     if join.store is not None:
         store = dist.TCPStore(*join.store)
     with watch.guard("the start of the ranks", limited=False):
-        group = groups.make(store, join.rank, join.size, join.name, device, local=join.local)
-    return _Follower(control, TP(join.rank, join.size, group, Following(watch)), device, watch)
+        place = groups.join(store, join.rank, join.size, join.name, device, local=join.local)
+    return _Follower(control, replace(place, link=Following(watch)), device, watch)
 
 
 class _Follower:
@@ -185,7 +186,7 @@ class _Follower:
         """Drop everything: graphs first, for they hold on to the group."""
         self._engines.clear()
         self._models.clear()
-        groups.release(self._tp.group)
+        groups.release(self._tp)
 
     def _answered(self, message: Message, act: Any) -> None:
         answer = Message(Kind.DONE)
