@@ -14,7 +14,8 @@ from infer.options import add_options, build, given
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``infer verify``."""
-    texts = {name: text for name, text in LOAD_TEXTS.items() if name != "dtype"}
+    own = ("dtype", "tp")
+    texts = {name: text for name, text in LOAD_TEXTS.items() if name not in own}
     add_options(parser, "model", LoadOptions, texts)
     add = parser.add_argument
     add("--only", action="append", default=[], metavar="NAME", help="a comparison; may be repeated")
@@ -60,10 +61,9 @@ def run_verify(args: argparse.Namespace) -> int:
 def _subject(args: argparse.Namespace) -> Any:
     from infer.verify.subject import Subject
 
-    options = given(args, LoadOptions)
+    options = {k: v for k, v in given(args, LoadOptions).items() if k != "tp"}
     build(LoadOptions, options)
     model = options.pop("model", None)
-    options.pop("tp", None)
     if args.weights_seed:
         options["seed"] = args.weights_seed
     return Subject(model=model, options=options)

@@ -32,7 +32,7 @@ class Errors:
 
 
 def compare(got: Tensor, want: Tensor) -> Errors:
-    """Compare ``[N, V]`` with ``[N, V]``, N at least 1. Numbers that are not finite are far apart."""
+    """Compare ``[N, V]`` with ``[N, V]``, N at least 1; what is not finite is far apart."""
     assert got.shape == want.shape and got.shape[0]
     got, want = got.double(), want.double()
     apart = torch.nan_to_num(got - want, nan=float("inf"), posinf=float("inf"), neginf=float("inf"))

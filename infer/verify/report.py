@@ -89,13 +89,10 @@ def notes(row: Row) -> list[str]:
 
 def summary(outcome: Outcome) -> str:
     """One line."""
-    total = {status: 0 for status in ("pass", "fail", "not run")}
+    total = dict.fromkeys(("pass", "fail", "not run"), 0)
     for row in outcome.rows:
         total[row.status] += 1
-    return (
-        f"{total['pass']} passed, {total['fail']} failed, {total['not run']} not run "
-        f"(reasons above)"
-    )
+    return f"{total['pass']} passed, {total['fail']} failed, {total['not run']} not run"
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
