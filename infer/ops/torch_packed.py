@@ -22,7 +22,7 @@ from infer.ops.torch_attention import TorchStep, attention, qk_norm_rope_store
 from infer.ops.torch_dense import silu_mul
 from infer.weights import LayerWeights, Weights
 
-WIDE_ROWS = 8  # from here on a step is bound by arithmetic rather than by reading bfloat16
+WIDE_ROWS = 24  # from here on a step is bound by arithmetic rather than by reading weights
 WIDE_MEMORY_SHARE = 0.25  # of the machine's memory, at most, for float32 copies
 
 
