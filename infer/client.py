@@ -199,7 +199,11 @@ async def start_thread(
             post(ended.set)
 
     threading.Thread(target=main, name="engine", daemon=True).start()
-    info = await ready
+    try:
+        info = await ready
+    except BaseException:
+        inbox.put(Stop())  # for an engine that is made after nobody waits for it any more
+        raise
     return LinkedClient(desk, _ThreadLink(inbox, ended), info)
 
 

@@ -125,7 +125,6 @@ class RequestStream:
 
     def put(self, event: Event, now: float) -> bool:
         """Add an event; whether it was the request's last."""
-        self._buffer.append(event)
         if isinstance(event, TokenEvent):
             self._num_tokens[event.index] += 1
             before = self._last_token[event.index]
@@ -135,6 +134,7 @@ class RequestStream:
         elif isinstance(event, FinishEvent):
             self._finishes[event.index] = event
             self._ended = len(self._finishes) == self.request.params.n
+        self._buffer.append(event)
         return self._ended
 
     def abort_open_choices(self, now: float) -> None:
@@ -226,6 +226,13 @@ class Desk:
 
     def deliver(self, output: Output) -> None:
         """Hand out one step's output: one call, one clock reading, one wake-up a reader."""
+        try:
+            self._deliver(output)
+        except Exception as error:
+            logger.exception("an output could not be handed out")
+            self.fail(f"an output could not be handed out: {error!r}", FailureKind.INTERNAL)
+
+    def _deliver(self, output: Output) -> None:
         now = self._last_sign = time.monotonic()
         stats = output.stats
         if stats is not None:

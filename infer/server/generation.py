@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,14 +114,16 @@ class Generation:
             pass  # the choices keep it
 
         await self._follow(keep)
-        document = self.format.whole(self.prompts)
-        await send_json(send, {**document, "usage": self.usage.document()})
+        body = await self._written(
+            lambda: [{**self.format.whole(self.prompts), "usage": self.usage.document()}]
+        )
+        await send_json(send, body[0])
 
     async def _stream(self, writer: EventWriter) -> None:
         options = self.options
 
         async def write(news: list[News]) -> None:
-            chunks = [self.format.chunk(n) for n in news]
+            chunks = await self._written(lambda: [self.format.chunk(n) for n in news])
             if options.include_usage:
                 usage = self.usage.document() if options.continuous_usage else None
                 chunks = [{**chunk, "usage": usage} for chunk in chunks]
@@ -134,13 +136,19 @@ class Generation:
                 raise
             answer = to_api_error(error)
             self.note_error(answer)
-            async with asyncio.timeout(LAST_WORD_S):
-                await writer.fail(answer)
+            with suppress(TimeoutError):  # a reader that has stopped reading is cut off
+                async with asyncio.timeout(LAST_WORD_S):
+                    await writer.fail(answer)
             return
         if options.include_usage:
             usage_chunk = {**self.format.empty_chunk(), "usage": self.usage.document()}
             await writer.write([usage_chunk])
         await writer.done()
+
+    async def _written(self, documents: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Make documents; those with a prompt's log-probabilities, which are long, in a thread."""
+        long = any(prompt.logprobs is not None for prompt in self.prompts)
+        return await asyncio.to_thread(documents) if long else documents()
 
     async def _follow(self, tell: Callable[[list[News]], Awaitable[None]]) -> None:
         """Run every request to its end and tell what each turn brings.

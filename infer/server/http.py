@@ -35,6 +35,7 @@ class Record:
     generated_tokens: int | None = None
     first_token: float | None = None  # monotonic seconds
     finish: str | None = None
+    generates: bool = False  # asks for an answer of the model, so that a refusal counts
     error: str | None = None
 
 

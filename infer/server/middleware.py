@@ -31,7 +31,7 @@ NoteError = Callable[[ApiError, Record | None], None]
 
 OPEN_PATHS = frozenset({"/health"})
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
-_REQUEST_ID = re.compile(r"[\w.:-]{1,64}")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class Guard:

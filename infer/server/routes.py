@@ -62,6 +62,7 @@ def openai_routes(services: Services) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue prompts of text or token ids."""
         record = record_of(request)
+        record.generates = True
         body = await read_body(request, CompletionBody, services.config, services.pool)
         check_model(body.model, services.model_names)
         options = completion_options(body, services.config)
@@ -77,6 +78,7 @@ def openai_routes(services: Services) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation."""
         record = record_of(request)
+        record.generates = True
         body = await read_body(request, ChatBody, services.config, services.pool)
         check_model(body.model, services.model_names)
         options = chat_options(body, services.config)

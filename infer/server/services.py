@@ -17,14 +17,16 @@ from infer.types import FailureKind, Observer, RejectionKind
 
 RenderMetrics = Callable[[str | None], tuple[str, bytes]]  # Accept header -> content type, body
 
+# Refusals by status: of any request, and of one that asks for an answer of the model.
 _REJECTIONS = {
-    400: RejectionKind.INVALID,
     401: RejectionKind.UNAUTHORIZED,
     403: RejectionKind.UNAUTHORIZED,
-    404: RejectionKind.INVALID,
     413: RejectionKind.TOO_LARGE,
+}
+_GENERATION_REJECTIONS = _REJECTIONS | {
+    400: RejectionKind.INVALID,
+    404: RejectionKind.INVALID,
     415: RejectionKind.INVALID,
-    422: RejectionKind.INVALID,
     429: RejectionKind.CAPACITY,
     503: RejectionKind.SHUTDOWN,
 }
@@ -74,10 +76,12 @@ class Services:
         if record is not None:
             record.error = error.code or error.kind
         failure = _failure(error)
+        generates = record is not None and record.generates
+        rejection = (_GENERATION_REJECTIONS if generates else _REJECTIONS).get(error.status)
         for observer in self.observers:
             if failure is not None:
                 observer.on_failure(failure)
-            elif (rejection := _REJECTIONS.get(error.status)) is not None:
+            elif rejection is not None:
                 observer.on_rejection(rejection)
 
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from infer.client import LinkedClient, start_thread
+from infer.engineloop import Output
 from infer.errors import EngineError, EngineUnavailable, RequestError
 from infer.types import (
     FailureKind,
@@ -166,6 +167,18 @@ async def test_an_engine_that_dies_answers_every_open_request() -> None:
             client.generate(request("late", [1]))
     assert notes.failures == [FailureKind.ENGINE] * len(readers)
     assert {s.finish_reason for s in notes.requests} == {FinishReason.ERROR}
+
+
+async def test_a_fault_while_handing_out_answers_everybody() -> None:
+    model, notes = FakeModel(gate=Gate(is_open=False)), Notes()
+    async with running(model, notes) as client:
+        readers = [asyncio.create_task(read(client, request(n, [1], max_tokens=9))) for n in "ab"]
+        await asyncio.sleep(0)
+        client._desk.deliver(Output(events=(TokenEvent("a", 7, 1),)))  # a choice there is not
+        results = await asyncio.gather(*readers, return_exceptions=True)
+        assert all(isinstance(r, EngineError) for r in results)
+        assert not client.health.ok
+    assert notes.failures == [FailureKind.INTERNAL] * 2
 
 
 async def test_an_engine_that_dies_while_idle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

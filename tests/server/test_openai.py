@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -220,6 +222,42 @@ def test_vllm_bench_shape(http: httpx.Client) -> None:
     assert counts == sorted(counts)
     assert counts[-1] == 5
     assert documents[-1]["choices"] == []
+
+
+def test_curl(server: Running) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    body = json.dumps({"messages": HELLO, "max_tokens": 4, "stream": True})
+    kind = "content-type: application/json"
+    url = f"{server.url}/v1/chat/completions"
+    run = subprocess.run(
+        [curl, "-sN", "--noproxy", "*", url, "-H", kind, "-d", body],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.endswith("data: [DONE]\n\n")
+    documents = [json.loads(line[6:]) for line in run.stdout.split("\n\n")[:-2]]
+    parts = [d["choices"][0]["delta"].get("content", "") for d in documents]
+    assert "".join(parts) == text(expected(REPLY, 4))
+
+
+def test_guidellm_shape(http: httpx.Client) -> None:
+    """The chat body that GuideLLM sends."""
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "max_tokens": 3,
+        "max_completion_tokens": 3,
+        "stop": None,
+        "ignore_eos": True,
+    }
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n")
 
 
 def test_prompt_logprobs(http: httpx.Client) -> None:

@@ -151,6 +151,7 @@ def test_an_engine_that_dies() -> None:
         late = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, trust_env=False)
         assert late.status_code == 503
         assert server.notes.failures == [FailureKind.ENGINE] * 3
+        assert server.notes.rejections == [RejectionKind.SHUTDOWN]  # the late request alone
         assert {s.finish_reason for s in server.notes.requests} == {FinishReason.ERROR}
 
 
