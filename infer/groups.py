@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +76,14 @@ def _scratch(tp: TP, store: Any, device: torch.device) -> Scratch | None:
     except (RuntimeError, AttributeError) as error:
         logger.info("rank %d: small sums go through NCCL: %s", tp.rank, error)
     return made if lowest(int(made is not None), tp, device) else None
+
+
+def memory_in_use(device: torch.device) -> tuple[str, int]:
+    """The device and the bytes this process has taken there, at most so far on a GPU."""
+    if device.type == "cuda":
+        return str(device), torch.cuda.max_memory_reserved(device)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return str(device), pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def abort(tp: TP) -> None:

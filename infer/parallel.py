@@ -17,6 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from infer.config import EngineConfig
     from infer.lockstep import Outside
+    from infer.watch import Beat
 
 
 class Link(Protocol):
@@ -56,6 +57,9 @@ class Link(Protocol):
 
     def collecting(self, outside: Outside, step: int) -> None:
         """Tell the followers to collect a step."""
+
+    def reports(self) -> tuple[Beat, ...]:
+        """Memory and time of every rank this one hears of."""
 
     def close(self) -> None:
         """End the followers. Idempotent."""

@@ -33,7 +33,7 @@ from infer.errors import ConfigError, EngineError, InferError
 from infer.host import Host
 from infer.lockstep import Outside
 from infer.parallel import TP
-from infer.watch import STEP_DEADLINE_S, Verdict, Watch
+from infer.watch import STEP_DEADLINE_S, Beat, Verdict, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def lead(
             )
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         followers = _spawn(size, store)
-    ranks = _Ranks(followers, step_deadline)
+    ranks = _Ranks(followers, step_deadline, _indexed(device))
     name = f"purestep-{secrets.token_hex(4)}"
     local = torchrun is None or os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     for rank in followers.controls:
@@ -233,11 +233,18 @@ def _meet(size: int) -> tuple[Any, dict[int, dict[Role, socket.socket]]]:
 class _Ranks:
     """The running followers. They end when this does."""
 
-    def __init__(self, followers: _Followers, step_deadline: float) -> None:
+    def __init__(
+        self, followers: _Followers, step_deadline: float, device: torch.device
+    ) -> None:
         self._followers = followers
         watched = {rank: roles[Role.WATCH] for rank, roles in followers.connections.items()}
         self.watch = followers.watch = Watch(
-            0, watched, followers.fail, deadline=step_deadline, describe=followers.describe
+            0,
+            watched,
+            followers.fail,
+            deadline=step_deadline,
+            describe=followers.describe,
+            memory=lambda: groups.memory_in_use(device),
         )
         self.dropped: deque[Message] = deque()
         self.last_model = self.last_engine = 0
@@ -317,6 +324,10 @@ class Leading:
         """A block that all ranks run together."""
         return self._ranks.watch.guard(what)
 
+    def reports(self) -> tuple[Beat, ...]:
+        """How every rank fares, those of the others at most a second old."""
+        return self._ranks.watch.reports()
+
     def close(self) -> None:
         """End the followers."""
         self._ranks.close()
@@ -361,6 +372,7 @@ class Leading:
 
     def launching(self, outside: Outside, step: int, host: Host) -> None:
         """Tell the followers to launch a step."""
+        self._ranks.watch.count()
         check = lockstep.fingerprint(host) if step % lockstep.CHECK_EVERY == 0 else None
         self._step(Kind.LAUNCH, outside, step, lockstep.encode(outside.events, check))
 

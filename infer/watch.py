@@ -50,11 +50,13 @@ class Sign(msgspec.Struct, tag="sign", array_like=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
-    """A rank is alive."""
+    """A rank is alive, and how it fares."""
 
     rank: int
-    steps: int
-    busy_s: float  # time in steps so far
+    device: str
+    memory_bytes: int  # on the device, at most so far; on a CPU the process's, now
+    steps: int  # launched
+    busy_s: float  # in steps so far
 
 
 class Verdict(msgspec.Struct, tag="verdict", array_like=True, frozen=True):
@@ -81,6 +83,7 @@ class Watch:
         peers: connections by rank: of all followers on the leading rank, of rank 0 on the others.
         on_failure: called once, in the watch's thread, with the verdict.
         describe: says how a rank whose connection broke ended, waiting for it a moment.
+        memory: device and bytes in use, for the beats.
     """
 
     def __init__(
@@ -91,12 +94,14 @@ class Watch:
         *,
         deadline: float = STEP_DEADLINE_S,
         describe: Callable[[int], str] | None = None,
+        memory: Callable[[], tuple[str, int]] = lambda: ("", 0),
     ) -> None:
         self.rank = rank
         self._peers = dict(peers)
         self._on_failure = on_failure
         self._deadline = deadline
         self._describe = describe or (lambda rank: f"rank {rank} has ended")
+        self._memory = memory
         self._block: _Block | None = None
         self._signs: list[Sign] = []
         self._verdict: Verdict | None = None
@@ -104,7 +109,7 @@ class Watch:
         self._closing = threading.Event()
         self._heard = dict.fromkeys(self._peers, time.monotonic())
         self._steps, self._busy_s = 0, 0.0
-        self.beats: dict[int, Beat] = {}
+        self._beats: dict[int, Beat] = {}
         self._wake, self._waker = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -137,7 +142,6 @@ class Watch:
         finally:
             self._block = outer
             if limited:
-                self._steps += 1
                 self._busy_s += time.monotonic() - began
 
     def explained(self, error: BaseException, what: str) -> BaseException:
@@ -149,6 +153,15 @@ class Watch:
         if verdict is None or verdict.rank == self.rank:
             return error
         return EngineError(verdict.text)
+
+    def count(self) -> None:
+        """Note the launch of a step."""
+        self._steps += 1
+
+    def reports(self) -> tuple[Beat, ...]:
+        """How this rank fares now, and what it last heard of the others."""
+        own = Beat(self.rank, *self._memory(), self._steps, self._busy_s)
+        return tuple(beat for _, beat in sorted({**self._beats, self.rank: own}.items()))
 
     def limit(self, deadline: float) -> None:
         """Set the seconds a step may make no progress."""
@@ -195,7 +208,7 @@ class Watch:
             last = now
             if now >= next_beat:
                 next_beat = now + BEAT_S
-                self._send(Beat(self.rank, self._steps, self._busy_s))
+                self._send(Beat(self.rank, *self._memory(), self._steps, self._busy_s))
                 self._look(now)
             if self._signs and judge_at is None:
                 judge_at = self._first_sign(now)
@@ -239,7 +252,7 @@ class Watch:
     def _take(self, said: Sign | Beat | Verdict) -> None:
         match said:
             case Beat():
-                self.beats[said.rank] = said
+                self._beats[said.rank] = said
             case Sign():
                 self._signs.append(said)
             case Verdict():

@@ -29,7 +29,7 @@ from infer.model import Model
 from infer.parallel import TP
 from infer.ranks import JoinGroup, torchrun_store
 from infer.state import EngineState, Ticket
-from infer.watch import Verdict, Watch
+from infer.watch import Beat, Verdict, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,10 @@ class Following:
     def collecting(self, outside: Outside, step: int) -> None:
         """Nobody follows a follower."""
 
+    def reports(self) -> tuple[Beat, ...]:
+        """Of this rank and the leading one."""
+        return self.watch.reports()
+
     def close(self) -> None:
         """The leading rank ends this one."""
 
@@ -104,13 +108,19 @@ def follow_torchrun(rank: int) -> None:
 
 def follow(rank: int, connections: Mapping[Role, socket.socket], store: Any = None) -> None:
     """Do what the leading rank says until it says stop. A failure of the group ends the process."""
-    watch = Watch(rank, {0: connections[Role.WATCH]}, _end)
+    device = torch.device("cpu")
+
+    def memory() -> tuple[str, int]:
+        return groups.memory_in_use(device)
+
+    watch = Watch(rank, {0: connections[Role.WATCH]}, _end, memory=memory)
     control = connections[Role.CONTROL]
     follower: _Follower | None = None
     try:
         while (message := channel.receive(control)).kind is not Kind.STOP:
             if follower is None:
                 follower = _join(control, message, watch, store)
+                device = follower.device
             else:
                 follower.obey(message)
     except BaseException as error:
@@ -159,7 +169,7 @@ class _Follower:
     ) -> None:
         self._control = control
         self._tp = tp
-        self._device = device
+        self.device = device
         self._watch = watch
         self._models: dict[int, Model] = {}
         self._engines: dict[int, _Engine] = {}
@@ -203,7 +213,7 @@ class _Follower:
         config = options.pop("config")
         self._models[message.number] = load(
             options.pop("model"),
-            device=self._device,
+            device=self.device,
             config=None if config is None else msgspec.convert(config, ModelConfig),
             tp=self._tp,
             progress=False,
@@ -239,6 +249,7 @@ class _Follower:
 
     def _launch(self, message: Message) -> None:
         own = self._heard(message)
+        self._watch.count()
         own.state, ticket = engine.launch(own.model, own.state)
         assert ticket.step == message.step
         own.tickets.append(ticket)
