@@ -409,7 +409,8 @@ def _table_changes(r: _Round, dirty: tuple[int, ...]) -> tuple[Int32, Int32, Int
     kept = ~np.isin(rows, dirty)  # the others send their whole tables
     r.deltas = [(rows[kept], columns[kept], new[kept])]
     for row in dirty:
-        _upload_table(r, row, 0)
+        if r.seqs.num_blocks[row]:
+            _upload_table(r, row, 0)
     return _table_changes(r, ())
 
 
