@@ -14,6 +14,8 @@ from infer.model import Model
 from infer.ops import Ops
 from infer.weights import local_config
 
+SHORT_TOKENS = 64
+
 
 def free_budget(device: torch.device, fraction: float) -> int:
     """Bytes of ``fraction`` of the GPU that nobody uses, other processes' memory respected."""
@@ -34,8 +36,10 @@ def working_bytes(model: Model, ops: Ops, kv: KVCache, limits: Limits, config: E
     vocab = local_config(model.config, model.tp).vocab_size
     rows = row_state.make(limits, vocab, model.device)
     every = graphs.all_shapes(limits) if use_graphs else []
-    kernelcache.fill(model, ops, limits, [largest, *every])
-    graphs.warm_up(model, ops, kv, rows, limits, [largest, *every])
+    # Eager steps of short and of long prompts use different tiles.
+    shapes = [largest, Shape(SHORT_TOKENS, limits.max_num_seqs, decode=False), *every]
+    kernelcache.fill(model, ops, limits, shapes)
+    graphs.warm_up(model, ops, kv, rows, limits, shapes)
     del rows
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(model.device)
@@ -45,11 +49,11 @@ def working_bytes(model: Model, ops: Ops, kv: KVCache, limits: Limits, config: E
     scores = step.logits(model, ops, hidden, batch.logits_rows)
     _, rows = step.pick(model, scores, rows, batch, graphs.TRUNCATING)
     pool = torch.cuda.graph_pool_handle()
-    shapes = graphs.largest_shapes(limits) if use_graphs else []
+    biggest = graphs.largest_shapes(limits) if use_graphs else []
     with graphs.quiet_gc():
         captured = [
             graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=True)
-            for shape in shapes
+            for shape in biggest
         ]
     torch.cuda.synchronize(model.device)
     used = torch.cuda.memory_reserved(model.device) - before
