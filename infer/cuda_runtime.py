@@ -79,7 +79,7 @@ def _wait(event: torch.cuda.Event, tp: TP) -> None:
     if tp.link is None:
         event.synchronize()
         return
-    while not event.query():
+    while not event.query():  # type: ignore[no-untyped-call]
         tp.link.check()
         time.sleep(POLL_S)
 

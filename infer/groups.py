@@ -1,4 +1,4 @@
-"""Process groups that belong to a value, not to the process: several may exist, none is the default.
+"""Process groups that belong to a value, not to the process: none of them is the default.
 
 Groups are made of torch.distributed's own parts and registered under their name, which is what the
 functional collectives look up.
@@ -19,6 +19,13 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
+from torch.distributed.distributed_c10d import GroupName
 
 from infer.parallel import TP, Scratch, lowest
 
@@ -37,13 +44,13 @@ def join(store: Any, rank: int, size: int, name: str, device: torch.device, *, l
     All ranks call it together. ``local`` says that all are on one host: then Gloo uses the loopback
     interface, and GPUs read each other's memory for small sums.
     """
-    own = dist.PrefixStore(name, store)
+    own = PrefixStore(name, store)
     group = dist.ProcessGroup(own, rank, size)
     if device.type == "cuda":
         with _environment(NCCL_ENVIRONMENT):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
-            backend = dist.ProcessGroupNCCL(own, rank, size, options)
+            backend: Any = dist.ProcessGroupNCCL(own, rank, size, options)
         kind = dist.ProcessGroup.BackendType.NCCL
     else:
         with _environment({"GLOO_SOCKET_IFNAME": "lo"} if local else {}):
@@ -52,18 +59,18 @@ def join(store: Any, rank: int, size: int, name: str, device: torch.device, *, l
     group._set_default_backend(kind)
     backend._set_sequence_number_for_group()
     group._register_backend(device, kind, backend)
-    group._set_group_name(name)
-    torch._C._distributed_c10d._register_process_group(name, group)
+    group._set_group_name(GroupName(name))
+    _register_process_group(GroupName(name), group)
     tp = TP(rank, size, group)
     lowest(0, tp, device)  # NCCL connects at the first call, which must not be inside a capture
     if device.type == "cuda" and local:
-        tp = replace(tp, scratch=_scratch(tp, dist.PrefixStore("scratch", own), device))
+        tp = replace(tp, scratch=_scratch(tp, PrefixStore("scratch", own), device))
     return tp
 
 
 def _scratch(tp: TP, store: Any, device: torch.device) -> Scratch | None:
     """Memory for small sums; None, on all ranks alike, where GPUs cannot read each other's."""
-    memory = torch._C._distributed_c10d._SymmetricMemory
+    memory: Any = _SymmetricMemory
     name, made = tp.group.group_name, None
     try:
         with _environment({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}):
@@ -100,7 +107,7 @@ def _let_go(tp: TP) -> None:
     """
     assert tp.scratch is not None
     deadline = time.monotonic() + TEARDOWN_S / 2
-    stream = torch.cuda.Stream(tp.scratch.buffer.device)
+    stream = torch.cuda.Stream(tp.scratch.buffer.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         while time.monotonic() < deadline:
             for rank, pad in enumerate(tp.scratch.pads):
@@ -110,7 +117,7 @@ def _let_go(tp: TP) -> None:
 
 def release(tp: TP) -> None:
     """Free the group's connections and threads."""
-    torch._C._distributed_c10d._unregister_process_group(tp.group.group_name)
+    _unregister_process_group(tp.group.group_name)
     _bounded(tp.group.shutdown)
 
 

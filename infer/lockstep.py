@@ -6,6 +6,7 @@ hear of the same submits and aborts in the same places stay equal. Nothing else 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import numpy as np
 import xxhash
 
 from infer import sequences
+from infer.blocks import Int32
 from infer.host import Host
 from infer.persistent import Fifo
 from infer.sequences import Status
@@ -109,23 +111,23 @@ _VECTORS = (
 def fingerprint(host: Host) -> dict[str, int]:
     """A 64-bit hash of every field of the host state that the next plan depends on, by name."""
     seqs, busy = host.seqs, np.flatnonzero(host.seqs.status != Status.FREE).tolist()
-    fields = {name: xxhash.xxh3_64_intdigest(getattr(seqs, name)) for name in _VECTORS}
+    fields = {name: xxhash.xxh3_64_intdigest(getattr(seqs, name).data) for name in _VECTORS}
     fields["request_id"] = _of(seqs.request[row].request_id.encode() for row in busy)
     fields["token_ids"] = _of(sequences.tokens(seqs, row) for row in busy)
     fields["block_table"] = _of(sequences.table(seqs, row) for row in busy)
     pool, index = host.pool, host.prefix
-    fields["free"] = xxhash.xxh3_64_intdigest(pool.free[: pool.num_free])
-    fields["ref_count"] = xxhash.xxh3_64_intdigest(pool.ref_count)
-    fields["last_use"] = xxhash.xxh3_64_intdigest(index.last_use)
+    fields["free"] = xxhash.xxh3_64_intdigest(pool.free[: pool.num_free].data)
+    fields["ref_count"] = xxhash.xxh3_64_intdigest(pool.ref_count.data)
+    fields["last_use"] = xxhash.xxh3_64_intdigest(index.last_use.data)
     numbers = (host.step, host.arrivals, host.in_flight, len(host.waiting), index.next_id)
     names = ("step", "arrivals", "in_flight", "waiting", "next_id")
     return {**dict(zip(names, numbers, strict=True)), **fields}
 
 
-def _of(parts: Any) -> int:
+def _of(parts: Iterable[bytes | Int32]) -> int:
     digest = xxhash.xxh3_64()
     for part in parts:
-        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part))
+        digest.update(part if isinstance(part, bytes) else part.data)
     return digest.intdigest()
 
 

@@ -117,9 +117,7 @@ def all_gather(x: Tensor, tp: TP) -> Tensor:
     _touch(tp)
     ops = torch.ops._c10d_functional
     flat = x.contiguous().view(-1)
-    every: Tensor = ops.wait_tensor(
-        ops.all_gather_into_tensor(flat, tp.size, tp.group.group_name)
-    )
+    every: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(flat, tp.size, tp.group.group_name))
     return every.view(tp.size, *x.shape)
 
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from infer import channel, groups, lockstep
 from infer.channel import Kind, Message, Role
@@ -76,8 +77,8 @@ def lead(
     device = torch.device(device)
     if device.index:
         raise ConfigError(
-            f"device is {device}, but rank 0 of {size} takes the first GPU and the others the next; "
-            "choose GPUs with CUDA_VISIBLE_DEVICES"
+            f"device is {device}, but rank 0 of {size} takes the first GPU, and the others those "
+            "that follow; choose GPUs with CUDA_VISIBLE_DEVICES"
         )
     torchrun = torchrun_rank()
     if torchrun is not None:
@@ -94,7 +95,7 @@ def lead(
                 f"tp is {size}, but this host has {torch.cuda.device_count()} GPUs; lower it, or "
                 "start ranks on several hosts with torchrun"
             )
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         followers = _spawn(size, store)
     ranks = _Ranks(followers, step_deadline, _indexed(device))
     name = f"purestep-{secrets.token_hex(4)}"
@@ -218,8 +219,8 @@ def _spawn(size: int, store: Any) -> _Followers:
 
 def torchrun_store() -> Any:
     """The store of the processes that torchrun started."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-    return dist.PrefixStore("purestep", store)
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=5)))
+    return PrefixStore("purestep", store)
 
 
 def _meet(size: int) -> tuple[Any, dict[int, dict[Role, socket.socket]]]:
@@ -233,9 +234,7 @@ def _meet(size: int) -> tuple[Any, dict[int, dict[Role, socket.socket]]]:
 class _Ranks:
     """The running followers. They end when this does."""
 
-    def __init__(
-        self, followers: _Followers, step_deadline: float, device: torch.device
-    ) -> None:
+    def __init__(self, followers: _Followers, step_deadline: float, device: torch.device) -> None:
         self._followers = followers
         watched = {rank: roles[Role.WATCH] for rank, roles in followers.connections.items()}
         self.watch = followers.watch = Watch(

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from infer import channel, engine, groups, lockstep
 from infer.channel import Kind, Message, Role
@@ -155,7 +155,7 @@ def _join(control: socket.socket, message: Message, watch: Watch, store: Any) ->
         torch.cuda.set_device(device)
     control.sendall(Message(Kind.DONE).encoded())
     if join.store is not None:
-        store = dist.TCPStore(*join.store)
+        store = TCPStore(*join.store)
     with watch.guard("the start of the ranks", limited=False):
         place = groups.join(store, join.rank, join.size, join.name, device, local=join.local)
     return _Follower(control, replace(place, link=Following(watch)), device, watch)
@@ -164,9 +164,7 @@ def _join(control: socket.socket, message: Message, watch: Watch, store: Any) ->
 class _Follower:
     """Models and engines of this rank, by the numbers the leading rank gave them."""
 
-    def __init__(
-        self, control: socket.socket, tp: TP, device: torch.device, watch: Watch
-    ) -> None:
+    def __init__(self, control: socket.socket, tp: TP, device: torch.device, watch: Watch) -> None:
         self._control = control
         self._tp = tp
         self.device = device

@@ -54,9 +54,7 @@ def sample_sharded(
     if shard.size < shard.columns:
         padding = torch.arange(shard.columns, device=logits.device) >= shard.size
         logits = logits.masked_fill(padding, -torch.inf)
-    own = sample(
-        logits, sample_logits, positions, params, flags, vocab_offset=shard.start
-    )
+    own = sample(logits, sample_logits, positions, params, flags, vocab_offset=shard.start)
     return _joined(own, shard)
 
 

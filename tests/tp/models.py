@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, by case: how their heads fall on two and four ranks differs."""
+"""Tiny random models of transformers: how their heads fall on two and four ranks differs."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from infer import LLM, SamplingParams, device_step
 from infer.errors import EngineError
 from infer.parallel import TP
 from infer.ranks import lead
+from infer.watch import STEP_DEADLINE_S
 from tests.tp.conftest import CPU
 
 FAULTY = Path(__file__).parent / "faulty"
@@ -41,10 +42,10 @@ def workers() -> set[int]:
 
 
 @contextmanager
-def group(size: int, **options: float) -> Iterator[tuple[TP, list[int]]]:
+def group(size: int, step_deadline: float = STEP_DEADLINE_S) -> Iterator[tuple[TP, list[int]]]:
     """A group of its own, and the processes of ranks 1 and up."""
     before = workers()
-    tp = lead(size, **options)
+    tp = lead(size, step_deadline=step_deadline)
     started = sorted(workers() - before)
     assert len(started) == size - 1
     yield tp, started
@@ -142,7 +143,9 @@ def test_ranks_start_again_after_a_failure(checkpoint: Callable[[str], Path]) ->
         os.kill(processes[0], signal.SIGKILL)
         stays_dead(dead, "SIGKILL")
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        alone = LLM(infer.load(folder, **CPU), num_blocks=64).generate([[5]], params, progress=False)
+        alone = LLM(infer.load(folder, **CPU), num_blocks=64).generate(
+            [[5]], params, progress=False
+        )
         with group(2) as (again, _), group(2) as (beside, _):
             for place in (again, beside):
                 outputs = engine(folder, place).generate([[5]], params, progress=False)
@@ -177,7 +180,9 @@ def children(pid: int) -> list[int]:
 def gone(pid: int) -> bool:
     """Whether a process has ended (orphans are reaped by whoever adopted them, some day)."""
     try:
-        return re.search(r"^State:\s+[ZX]", Path(f"/proc/{pid}/status").read_text(), re.M) is not None
+        return (
+            re.search(r"^State:\s+[ZX]", Path(f"/proc/{pid}/status").read_text(), re.M) is not None
+        )
     except OSError:
         return True
 

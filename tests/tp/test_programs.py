@@ -1,4 +1,4 @@
-"""Ranks under the programs people start: the server, the command line, torchrun on one or two nodes."""
+"""Ranks under the programs people start: the server, the command line, torchrun on two nodes."""
 
 from __future__ import annotations
 
@@ -124,12 +124,11 @@ def ranks_below(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("apart", ["--no-engine-process", "--engine-process"])
-def test_serve_and_the_death_of_a_rank(
-    folder: Path, expected: list[list[int]], apart: str
-) -> None:
-    with serving(folder, apart) as (process, url), httpx.Client(
-        base_url=url, trust_env=False, timeout=60
-    ) as http:
+def test_serve_and_the_death_of_a_rank(folder: Path, expected: list[list[int]], apart: str) -> None:
+    with (
+        serving(folder, apart) as (process, url),
+        httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
+    ):
         options = {"max_tokens": 10, "ignore_eos": True, "temperature": 1.0, "seed": 3}
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             answer = http.post("/v1/completions", json={"prompt": prompt, **options})
@@ -190,9 +189,7 @@ def decoded(folder: Path, tokens: list[int]) -> str:
     return tokenizer.decode(tokens)
 
 
-def test_a_program_that_every_rank_runs(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_program_that_every_rank_runs(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """With a default group of its own, each rank steps its own state, and takes snapshots."""
     script = tmp_path / "spmd.py"
     script.write_text(
@@ -203,7 +200,8 @@ def test_a_program_that_every_rank_runs(
         "assert model.tp.link is None and model.tp.rank == dist.get_rank()\n"
         "state = infer.init(model, EngineConfig(num_blocks=32, max_model_len=64))\n"
         "params = SamplingParams(temperature=1, seed=5, max_tokens=9, ignore_eos=True)\n"
-        "state = infer.submit(state, Request(request_id='a', prompt_token_ids=(4, 5), params=params))\n"
+        "request = Request(request_id='a', prompt_token_ids=(4, 5), params=params)\n"
+        "state = infer.submit(state, request)\n"
         "tokens = []\n"
         "while infer.has_work(state):\n"
         "    state, report = infer.step(model, state)\n"

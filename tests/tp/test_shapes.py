@@ -47,5 +47,5 @@ def test_kv_of_two_ranks(qwen: ModelConfig) -> None:
 
 
 def test_what_cannot_be_split(qwen: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match="tp is 17, it must be at most .* attention heads"):
+    with pytest.raises(ConfigError, match=r"tp is 17, it must be at most .* attention heads"):
         local_config(qwen, TP(rank=0, size=17))

@@ -60,8 +60,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 
 
 def test_an_error_ends_both_with_its_cause(pair: Pair) -> None:
+    threading.Thread(target=pair.judged).start()
     with pytest.raises(ZeroDivisionError), pair.follower.guard("step 7"):
-        threading.Thread(target=pair.judged).start()
         1 / 0  # noqa: B018
     assert pair.heard[0] == pair.heard[1]
     assert pair.heard[0].rank == 1
@@ -75,10 +75,17 @@ def test_an_error_ends_both_with_its_cause(pair: Pair) -> None:
 def test_a_broken_collective_is_explained_by_its_cause(pair: Pair) -> None:
     """The rank that died says nothing; the one that waits for it only sees a connection break."""
     threading.Thread(target=pair.judged).start()
-    with pytest.raises(EngineError, match="rank 1 has ended") as caught, pair.leader.guard("step 3"):
-        pair.ends[1].shutdown(socket.SHUT_RDWR)
-        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    with (
+        pytest.raises(EngineError, match="rank 1 has ended") as caught,
+        pair.leader.guard("step 3"),
+    ):
+        broken(pair)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def broken(pair: Pair) -> None:
+    pair.ends[1].shutdown(socket.SHUT_RDWR)
+    raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 
 
 def test_a_step_without_progress_says_where(pair: Pair) -> None:
@@ -180,7 +187,12 @@ def test_happenings_arrive_as_they_were() -> None:
         )
         for i in range(64)
     )
-    events = [Submitted(requests), Aborted("r3"), Forked("r1", "twin"), Aborted("ünknown")]
+    events: list[Happening] = [
+        Submitted(requests),
+        Aborted("r3"),
+        Forked("r1", "twin"),
+        Aborted("ünknown"),
+    ]
     log: Fifo[Happening] = Fifo()
     for event in events:
         log = log.append(event)

@@ -67,8 +67,8 @@ class Told:
         match event:
             case TokenEvent():
                 self.tokens.setdefault((event.request_id, event.index), []).append(event.token_id)
-                own = (event.logprob,) if event.logprob is not None else ()
-                self.note(*own, *event.top_logprobs)
+                chosen = [event.logprob] if event.logprob is not None else []
+                self.note(*chosen, *event.top_logprobs)
             case FinishEvent():
                 self.finishes[event.request_id, event.index] = event
             case PromptLogprobsEvent():
