@@ -165,7 +165,7 @@ class CudaRuntime(Runtime):
             array, event = self._returns.start(graph.results)
             return Replayed(array, event, num_samples, model.tp), kv, rows
         assert graph.logits is not None
-        wants = extras(plan, seqs, uploaded)
+        wants = extras(plan, seqs, uploaded, model.tp.size)
         if self.on_logits is not None:
             self.on_logits(graph.logits[:num_samples])
         values, rows = step.pick(model, graph.logits, rows, graph.batch, wants)

@@ -28,6 +28,7 @@ class Extras:
     edit_slots: Tensor | None = None  # i32[E]
     top_n: int | None = None  # log-probabilities of the sampled tokens, and so many alternatives
     prompt_top_n: int | None = None  # of prompt positions
+    most_top_k: int | None = None  # of rows that truncate, if each has a top-k
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def forward(
 
 
 def logits(model: Model, ops: Ops, hidden: Tensor, token_rows: Tensor) -> Tensor:
-    """float32 ``[num_rows, vocab_size]`` of the chosen tokens; this rank's part of the vocabulary."""
+    """float32 ``[num_rows, vocab_size]`` of the chosen tokens, this rank's ids only."""
     return models.logits(model.config, model.tp, model.weights, hidden, token_rows, ops)
 
 
@@ -104,7 +105,13 @@ def pick(
             edits=rows.edits,
         )
     picked = sample_sharded(
-        edited, sources, batch.sample_positions, params, extras.flags, shard
+        edited,
+        sources,
+        batch.sample_positions,
+        params,
+        extras.flags,
+        shard,
+        extras.most_top_k,
     )
     rows.last_token.index_copy_(0, batch.sample_rows.long(), picked.tokens)
     if extras.edit_samples is not None and extras.edit_slots is not None:

@@ -112,7 +112,9 @@ class Runtime:
         if not plan.num_sequences:
             return Ready(EMPTY), kv, rows
         device_batch = device_batch_of(uploaded, batch, rows.block_tables)
-        values, kv, rows = self.compute(model, kv, rows, device_batch, extras(plan, seqs, uploaded))
+        values, kv, rows = self.compute(
+            model, kv, rows, device_batch, extras(plan, seqs, uploaded, model.tp.size)
+        )
         return self.fetch(values), kv, rows
 
     def prepare(
@@ -207,7 +209,7 @@ def device_batch_of(uploaded: dict[str, Tensor], batch: HostBatch, block_tables:
     )
 
 
-def extras(plan: Plan, seqs: Sequences, uploaded: dict[str, Tensor]) -> Extras:
+def extras(plan: Plan, seqs: Sequences, uploaded: dict[str, Tensor], num_ranks: int) -> Extras:
     """What the step's sampling rows ask for, as static choices and uploaded indices."""
     top_n = prompt_top_n = None
     if plan.need & Need.LOGPROBS:
@@ -224,7 +226,15 @@ def extras(plan: Plan, seqs: Sequences, uploaded: dict[str, Tensor]) -> Extras:
         edit_slots=uploaded.get("edit_slots"),
         top_n=top_n,
         prompt_top_n=prompt_top_n,
+        most_top_k=_most_top_k(plan, seqs) if truncates and num_ranks > 1 else None,
     )
+
+
+def _most_top_k(plan: Plan, seqs: Sequences) -> int | None:
+    """The largest top-k of the rows that truncate, as a power of two; None if one has none."""
+    rows = plan.sample_rows[seqs.need[plan.sample_rows] & Need.TRUNCATION > 0]
+    counts = [request.params.top_k or 0 for request in seqs.request[rows]]
+    return None if min(counts) <= 0 else 1 << (max(counts) - 1).bit_length()
 
 
 def host_values(values: DeviceValues) -> StepValues:

@@ -65,9 +65,20 @@ def logprobs_in_slices(
 
 
 def _top_ids(values: Tensor, top_n: int) -> Tensor:
-    """Ids i64[M, top_n] of the largest values; equal values by id, which topk does not promise."""
+    """Ids i64[M, top_n] of the largest values, largest first; equal values by id."""
     if top_n == 0:
         return torch.empty((values.shape[0], 0), dtype=torch.int64, device=values.device)
+    ids = top_set(values, top_n)
+    order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, order)
+
+
+def top_set(values: Tensor, top_n: int) -> Tensor:
+    """Ids i64[M, top_n > 0] of the largest values, in order of id.
+
+    Of values that equal the smallest chosen, the first by id are chosen, which topk does not
+    promise.
+    """
     threshold = values.topk(top_n, dim=-1).values[:, -1:]
     above = values > threshold
     tie = values == threshold
@@ -76,6 +87,4 @@ def _top_ids(values: Tensor, top_n: int) -> Tensor:
     # Exactly top_n are chosen; a stable sort of them keeps equal values in order of id.
     ids = torch.arange(values.shape[-1], device=values.device).expand_as(values)
     ids = torch.where(chosen, ids, values.shape[-1]).topk(top_n, dim=-1, largest=False).values
-    ids = ids.sort(dim=-1).values.clamp(max=values.shape[-1] - 1)  # a NaN row may choose fewer
-    order = values.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(-1, order)
+    return ids.sort(dim=-1).values.clamp(max=values.shape[-1] - 1)  # a NaN row may choose fewer
