@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from infer.errors import StateError
 from infer.host import Host
 from infer.initialize import init
 from infer.model import Model
+from infer.report import LogprobArrays
 from infer.sequences import Sequences, Status
 from infer.state import EngineState
 
@@ -28,6 +30,8 @@ class Snapshot:
     config: EngineConfig
     kv_blocks: Int32  # i32[N], block ids
     kv: tuple[Tensor, ...] | None  # K and V a layer, [N, block_size, num_kv_heads, head_dim], CPU
+    # Log-probabilities of the prompts that are computed in part, as the state keeps them.
+    prompt_parts: Mapping[str, tuple[tuple[int, LogprobArrays], ...]]
 
 
 def snapshot(state: EngineState, *, kv: bool = True) -> Snapshot:
@@ -46,14 +50,14 @@ def snapshot(state: EngineState, *, kv: bool = True) -> Snapshot:
     if state.host.in_flight:
         raise StateError("a snapshot needs a state at rest; collect the launched steps first")
     if not kv:
-        return Snapshot(_without_kv(state.host), state.config, np.empty(0, np.int32), None)
+        return Snapshot(_without_kv(state.host), state.config, np.empty(0, np.int32), None, {})
     pool = state.host.pool
     held = np.flatnonzero((pool.ref_count > 0) | pool.cached).astype(np.int32)
     index = torch.from_numpy(held).to(state.kv.k[0].device).long()
     with torch.inference_mode():
         pages = tuple(c.index_select(0, index).cpu() for c in (*state.kv.k, *state.kv.v))
     host = replace(state.host, seqs=_private(state.host.seqs))
-    return Snapshot(host, state.config, held, pages)
+    return Snapshot(host, state.config, held, pages, state.prompt_parts)
 
 
 def restore(model: Model, snap: Snapshot) -> EngineState:
@@ -76,7 +80,8 @@ def restore(model: Model, snap: Snapshot) -> EngineState:
                 cache.index_copy_(0, index, pages.to(model.device))
     seqs = _private(snap.host.seqs)
     busy = tuple(np.flatnonzero(seqs.status != Status.FREE).tolist())
-    return replace(state, host=replace(snap.host, seqs=seqs, dirty=busy))
+    host = replace(snap.host, seqs=seqs, dirty=busy)
+    return replace(state, host=host, prompt_parts=snap.prompt_parts)
 
 
 _LED = (
