@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import infer
-from infer import LLM, SamplingParams, device_step
+from infer import LLM, EngineConfig, SamplingParams, device_step
 from infer.errors import EngineError
 from infer.parallel import TP
 from infer.ranks import lead
@@ -150,6 +150,23 @@ def test_ranks_start_again_after_a_failure(checkpoint: Callable[[str], Path]) ->
             for place in (again, beside):
                 outputs = engine(folder, place).generate([[5]], params, progress=False)
                 assert outputs[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_the_poorest_rank_sets_the_kv_budget(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block ids of one rank must lie in the pools of all."""
+    options = {"block_size": 64, "max_model_len": 256}
+    alone = infer.init(infer.load(checkpoint("qwen3"), **CPU), EngineConfig(**options))
+    monkeypatch.syspath_prepend(FAULTY)
+    monkeypatch.setenv("FAULT", "1:0:poor")
+    with group(2) as (tp, _):
+        model = infer.load(checkpoint("qwen3"), tp=tp, **CPU)
+        state = infer.init(model, EngineConfig(**options))
+        # Each of the ranks has half of the KV heads, so twice the blocks; the poor one a third.
+        assert state.limits.num_blocks == alone.limits.num_blocks * 2 // 3
+        assert state.kv.num_blocks == state.limits.num_blocks
 
 
 LEADER = """

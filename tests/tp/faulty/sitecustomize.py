@@ -1,7 +1,8 @@
 """Imported by every Python process that has this folder in its path: a fault in one rank's step.
 
 ``FAULT=RANK:STEP:KIND`` names the rank (by the worker's command line), the forward pass that is
-faulty, and what happens in it: ``raise``, ``hang`` or ``token`` (samples another token).
+faulty, and what happens in it: ``raise``, ``hang`` or ``token`` (samples another token). With
+``poor`` nothing fails, but the rank has a third of the memory for KV.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ if RANK and sys.orig_argv[-3:-2] == [RANK]:
     from infer import device_step
 
     step, kind = REST.split(":")
+    if kind == "poor":
+        from infer import initialize
+
+        initialize.CPU_KV_BYTES //= 3
     original, calls = device_step.pick, itertools.count(1)
 
     def faulty(*arguments: Any) -> Any:
@@ -27,7 +32,8 @@ if RANK and sys.orig_argv[-3:-2] == [RANK]:
                 raise RuntimeError("an injected fault")
             if kind == "hang":
                 threading.Event().wait()
-            values.tokens.add_(1).remainder_(97)
+            if kind == "token":
+                values.tokens.add_(1).remainder_(97)
         return values, rows
 
     device_step.pick = faulty
