@@ -67,6 +67,7 @@ SERVER_TEXTS = {
     "request_timeout": "seconds a request may take; requests may ask for less",
     "body_timeout": "seconds a body may take to arrive",
     "text_timeout": "seconds for a chat template and tokenization",
+    "step_timeout": "seconds without a step, with requests open, after which the engine has failed",
     "text_workers": "threads that tokenize",
     "shutdown_timeout": "seconds running requests get when the server is told to stop",
     "log_format": "one line a request, as text or JSON",
@@ -167,7 +168,9 @@ async def _start_engine(plan: ServePlan, recorder: StepRecorder) -> tuple[Linked
         "log_format": plan.server.log_format,
     }
     if _apart(plan):
-        client = await start_process("infer.enginebuild:build_engine", settings)
+        client = await start_process(
+            "infer.enginebuild:build_engine", settings, step_timeout=plan.server.step_timeout
+        )
         folder = client.info.model_path
         tokenizer = None if folder is None else await _read_tokenizer(folder)
     else:
@@ -181,7 +184,7 @@ async def _start_engine(plan: ServePlan, recorder: StepRecorder) -> tuple[Linked
             left.append(tokenizer)
             return engine
 
-        client = await start_thread(make)
+        client = await start_thread(make, step_timeout=plan.server.step_timeout)
         (tokenizer,) = left
     if tokenizer is None:
         await client.shutdown(0)

@@ -16,12 +16,11 @@ from typing import Any, Protocol
 
 from infer.engineloop import Command, Inbox, Output, Stop, Transitions, drive
 from infer.errors import EngineError
-from infer.streams import Desk, RequestStream
+from infer.streams import STEP_TIMEOUT_S, Desk, RequestStream
 from infer.types import EngineInfo, FailureKind, Observer, Request, StepStats
 
 logger = logging.getLogger(__name__)
 
-SILENT_S = 120.0  # a step that takes longer is taken for one that hangs
 STOP_GRACE_S = 10.0  # for the steps in flight, after the last request has ended
 
 
@@ -114,8 +113,6 @@ class LinkedClient:
             return Health(False, self._desk.failure)
         if self._desk.closed:
             return Health(False, "the engine is stopping")
-        if self._desk.silent_s > SILENT_S:
-            return Health(False, f"no step for {self._desk.silent_s:.0f} s, with requests open")
         return Health(True)
 
     def generate(self, request: Request, *, arrival: float | None = None) -> RequestStream:
@@ -159,12 +156,16 @@ class _ThreadLink:
 
 
 async def start_thread(
-    build: Callable[[], Engine], observers: Iterable[Observer] = ()
+    build: Callable[[], Engine],
+    observers: Iterable[Observer] = (),
+    *,
+    step_timeout: float = STEP_TIMEOUT_S,
 ) -> LinkedClient:
     """Run an engine in a thread of this process.
 
     ``build`` is called in that thread (a CUDA context, inference mode and the state's owner belong
-    to one thread).
+    to one thread). An engine that has requests and finishes no step for ``step_timeout`` seconds
+    counts as failed; its thread, which nothing can end, is left alone.
 
     Raises:
         Exception: whatever ``build`` raised.
@@ -172,7 +173,7 @@ async def start_thread(
     loop = asyncio.get_running_loop()
     inbox = Inbox()
     ended = asyncio.Event()
-    desk = Desk(inbox.put, observers)
+    desk = Desk(inbox.put, observers, step_timeout)
     ready: asyncio.Future[EngineInfo] = loop.create_future()
 
     def post(call: Callable[..., object], *arguments: object) -> None:

@@ -29,6 +29,8 @@ from infer.types import (
 
 logger = logging.getLogger(__name__)
 
+STEP_TIMEOUT_S = 300.0  # a step that takes longer is taken for one that hangs
+
 # The gravest reason among a request's choices is the request's own.
 _GRAVITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
 
@@ -163,11 +165,21 @@ class RequestStream:
 
 
 class Desk:
-    """All open requests of one engine: outputs come in, streams and observers get their part."""
+    """All open requests of one engine: outputs come in, streams and observers get their part.
 
-    def __init__(self, send: Callable[[Command], None], observers: Iterable[Observer]) -> None:
+    An engine that has requests and says nothing for ``step_timeout`` seconds is taken for dead.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Command], None],
+        observers: Iterable[Observer],
+        step_timeout: float = STEP_TIMEOUT_S,
+    ) -> None:
         self._send = send
         self._observers = tuple(observers)
+        self._step_timeout = step_timeout
+        self._alarm: asyncio.TimerHandle | None = None
         self._streams: dict[str, RequestStream] = {}
         self._drained = asyncio.Event()
         self._drained.set()
@@ -189,11 +201,6 @@ class Desk:
     def closed(self) -> bool:
         """Whether new requests are refused because the engine is stopping."""
         return self._closed
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the engine last said something, while it has requests; else 0."""
-        return time.monotonic() - self._last_sign if self._streams else 0.0
 
     @property
     def num_open(self) -> int:
@@ -222,6 +229,8 @@ class Desk:
         self._streams[request.request_id] = stream
         self._drained.clear()
         self._send(Submit(request))
+        if self._alarm is None:
+            self._set_alarm(self._step_timeout)
         return stream
 
     def deliver(self, output: Output) -> None:
@@ -303,6 +312,22 @@ class Desk:
             self._end(stream, now)
             stream.wake()
             self._tell(lambda observer: observer.on_failure(kind))
+
+    def _set_alarm(self, seconds: float) -> None:
+        self._alarm = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        """Fail an engine that has been silent for too long; look again while it has requests."""
+        self._alarm = None
+        if not self._streams:
+            return
+        silent = time.monotonic() - self._last_sign
+        if silent < self._step_timeout:
+            self._set_alarm(self._step_timeout - silent)
+            return
+        cause = f"no step for {silent:.3g} s with requests open; step_timeout is the limit"
+        logger.error("%s", cause)
+        self.fail(cause, FailureKind.WORKER)
 
     def _refuse(self, stream: RequestStream, error: InferError) -> None:
         stream.fail(error)

@@ -20,7 +20,7 @@ from infer import wire
 from infer.client import LinkedClient
 from infer.engineloop import Command
 from infer.errors import EngineError
-from infer.streams import Desk
+from infer.streams import STEP_TIMEOUT_S, Desk
 from infer.types import EngineInfo, FailureKind, Observer
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,17 @@ KILL_GRACE_S = 5.0
 
 
 async def start_process(
-    builder: str, options: Mapping[str, Any], observers: Iterable[Observer] = ()
+    builder: str,
+    options: Mapping[str, Any],
+    observers: Iterable[Observer] = (),
+    *,
+    step_timeout: float = STEP_TIMEOUT_S,
 ) -> LinkedClient:
     """Start an engine process and wait until its engine is made.
 
     ``builder`` names a function, ``module:function``, that gets ``options`` (JSON values) in the
-    new process and returns an ``infer.client.Engine``.
+    new process and returns an ``infer.client.Engine``. One that has requests and finishes no step
+    for ``step_timeout`` seconds counts as failed; its process ends with the client's shutdown.
 
     Raises:
         InferError: what the builder raised; ``EngineError`` for errors that are not ours, or when
@@ -54,7 +59,7 @@ async def start_process(
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
     link = _ProcessLink(process)
-    desk = Desk(link.send, observers)
+    desk = Desk(link.send, observers, step_timeout)
     ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
     ours.setblocking(False)
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from infer.errors import ConfigError
+from infer.streams import STEP_TIMEOUT_S
 from infer.types import MAX_LOGPROBS
 
 
@@ -40,6 +41,7 @@ class ServerConfig:
     )
     body_timeout: float = 30.0  # seconds to receive a body
     text_timeout: float = 10.0  # seconds for one tokenization or template
+    step_timeout: float = STEP_TIMEOUT_S  # seconds without a step that mean the engine hangs
     text_workers: int = 2
     shutdown_timeout: float = 30.0  # seconds for running requests at SIGTERM
     log_format: Literal["text", "json"] = "text"
@@ -52,7 +54,10 @@ class ServerConfig:
         for name in ("max_queue", "max_tools", "max_logprobs"):
             _at_least(name, getattr(self, name), 0)
         _at_least("text_workers", self.text_workers, 1)
-        for name in ("request_timeout", "body_timeout", "text_timeout", "shutdown_timeout"):
+        for name in (
+            *("request_timeout", "body_timeout", "text_timeout", "step_timeout"),
+            "shutdown_timeout",
+        ):
             value = getattr(self, name)
             low = 0.0 if name == "shutdown_timeout" else 1e-3
             if not (math.isfinite(value) and value >= low):

@@ -97,7 +97,7 @@ def serving(
     stop = threading.Event()
 
     async def main() -> None:
-        client = await start_thread(make, [notes])
+        client = await start_thread(make, [notes], step_timeout=config.step_timeout)
         observers: list[Observer] = [notes]
         app = create_app(client, words, config, observers=observers)
         server = _Server(

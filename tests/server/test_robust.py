@@ -237,13 +237,35 @@ def test_a_slow_template_holds_up_only_its_own_request(monkeypatch: pytest.Monke
             assert fine.result(20).status_code == 200
 
 
-def test_an_engine_that_says_nothing_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(held()) as server, calling(server, LONG, 1):
+def test_a_step_that_hangs_ends_its_requests_and_turns_health_red() -> None:
+    with serving(held(), step_timeout=1.0) as server, Caller(server, LONG) as streaming:
         assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
-        monkeypatch.setattr("infer.client.SILENT_S", -1.0)
+        server.model.gate.allow(1)
+        streaming.read_until(b"data: ")
+        body = {**LONG, "stream": False}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=20)
+        assert answer.status_code == 500
+        assert "no step for" in answer.json()["error"]["message"]
+        events = streaming.events()
+        assert "step_timeout" in json.loads(events[-2])["error"]["message"]
         sick = httpx.get(f"{server.url}/health", trust_env=False)
         assert sick.status_code == 503
         assert "no step for" in sick.json()["error"]["message"]
+        assert server.notes.failures == [FailureKind.WORKER] * 2
+        late = httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False)
+        assert late.status_code == 503
+        assert num_open(server) == 0
+
+
+def test_an_engine_that_is_slow_but_steps_is_healthy() -> None:
+    with serving(held(), step_timeout=0.4) as server, Caller(server, LONG) as streaming:
+        for step in range(8):  # together longer than the limit
+            threading.Event().wait(0.1)
+            server.model.gate.allow(1)
+            server.notes.wait_for(lambda step=step: len(server.notes.steps) > step)
+        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+        server.model.gate.open()
+        assert streaming.events()[-1] == "[DONE]"
 
 
 def test_the_same_request_id_twice() -> None:
