@@ -48,6 +48,10 @@ class Probe(Runtime):
         self._keys: list[Key] = []
         inner.on_logits = self._keep
 
+    def release(self) -> None:
+        """Let go of ``inner``, which may then be freed with all it holds."""
+        self._inner.on_logits = None
+
     def take_counters(self) -> tuple[bool, int]:
         """See ``Runtime.take_counters``."""
         hit, recompiles = self._inner.take_counters()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ def transformers_model(model: Model, dtype: torch.dtype, *, from_folder: bool) -
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
     if from_folder:
         try:
-            made = AutoModelForCausalLM.from_pretrained(
-                model.path, local_files_only=True, trust_remote_code=False, **options
-            )
+            with _quiet():
+                made = AutoModelForCausalLM.from_pretrained(
+                    model.path, local_files_only=True, trust_remote_code=False, **options
+                )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"transformers cannot load {model.path}: {error}") from error
     else:
@@ -41,6 +43,20 @@ def transformers_model(model: Model, dtype: torch.dtype, *, from_folder: bool) -
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
         assert not unexpected and set(missing) <= tied, (missing, unexpected)
     return made.to(model.device, dtype).eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def state_dict(model: Model) -> dict[str, Tensor]:

@@ -86,6 +86,7 @@ def observe(
                 if interrupt is not None and tally.num_steps == interrupt:
                     state, probe = _restored(model, state, probe, paths, whole)
         seconds = time.perf_counter() - began
+    probe.release()
     return Observed(
         logits={key: row.float().cpu() for key, row in probe.logits.items()},
         sampled=probe.sampled,
@@ -120,6 +121,7 @@ def _restored(
 ) -> tuple[EngineState, Probe]:
     from infer.snapshots import restore, snapshot
 
+    probe.release()
     state, fresh = _probed(model, restore(model, snapshot(state)), paths, whole)
     fresh.logits, fresh.sampled = probe.logits, probe.sampled
     fresh.num_positions = probe.num_positions
