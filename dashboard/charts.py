@@ -32,7 +32,7 @@ class Chart:
     lines: tuple[Line, ...]
     unit: Unit
     note: str = ""  # one sentence of definition
-    top: float | None = None  # a fixed upper end
+    most: float | None = None  # what cannot be exceeded, such as 1 for a share
 
 
 def seconds(value: float) -> str:
@@ -60,8 +60,9 @@ def number(value: float) -> str:
 
 def draw(chart: Chart, times: Sequence[float]) -> str:
     """A figure with its title, its latest values and its plot."""
-    top = chart.top or _nice(max((v for li in chart.lines for v in li.values if v is not None),
-                                 default=0.0))  # fmt: skip
+    highest = max((v for line in chart.lines for v in line.values if v is not None), default=0.0)
+    top = _nice(highest if chart.most is None else max(highest, chart.most / 10))
+    top = top if chart.most is None else min(top, chart.most)
     latest = [(li.name, _latest(li.values)) for li in chart.lines]
     legend = "".join(
         f'<span class="key line-{i}">{escape(name)} '

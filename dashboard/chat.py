@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +41,7 @@ TOGGLES = (
     '<button type="button" id="toggle-settings" aria-expanded="false" '
     "onclick=\"purestep.toggle('settings')\">Settings</button></div>"
 )
+SKIP = [gr.skip()] * 5  # the outputs of every question stay as they are
 EMPTY = "### What shall we talk about?\nEverything stays on this machine."
 
 
@@ -64,8 +65,12 @@ class Parts:
 class Turn:
     """An answer being written for one browser tab."""
 
+    asked: Conversation
+    fields: Mapping[str, Any]
+    state: Conversation  # with the answer so far
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     left: bool = False  # the tab shows something else by now
+    kept: bool = True  # what was written before it was left
 
 
 @dataclass(slots=True)
@@ -86,61 +91,57 @@ class ChatPage:
     def _connect(self, p: Parts) -> None:
         inputs = [p.state, p.system, p.thinking, *p.controls.components]
         outputs = [p.state, p.bot, p.box, p.status, p.saved]
-        asks = {"outputs": outputs, "show_progress": "hidden", "concurrency_limit": None}
-        asks["api_visibility"] = "private"
 
-        async def send(
+        def send(
             request: gr.Request,
             text: str,
             state: Conversation,
             system: str,
             thinking: bool,
             *values: Any,
-        ) -> AsyncGenerator[list[Any], None]:
-            if text.strip():
-                asked = talks.add(replace(state, system=system), Message(role="user", text=text))
-                fields = self._fields(p.controls, thinking, values)
-                async with aclosing(self._run(request, asked, fields, clear=True)) as updates:
-                    async for update in updates:
-                        yield update
+        ) -> list[Any]:
+            if not text.strip():
+                return SKIP
+            asked = talks.add(replace(state, system=system), Message(role="user", text=text))
+            return self._begin(request, asked, self._fields(p.controls, thinking, values), "")
 
-        async def retry(
+        def retry(
             request: gr.Request, state: Conversation, system: str, thinking: bool, *values: Any
-        ) -> AsyncGenerator[list[Any], None]:
+        ) -> list[Any]:
             asked = replace(_asked(state), system=system)
-            fields = self._fields(p.controls, thinking, values)
-            async with aclosing(self._run(request, asked, fields)) as updates:
-                async for update in updates:
-                    yield update
+            return self._begin(request, asked, self._fields(p.controls, thinking, values))
 
-        async def edit(
+        def edit(
             data: gr.EditData,
             request: gr.Request,
             state: Conversation,
             system: str,
             thinking: bool,
             *values: Any,
-        ) -> AsyncGenerator[list[Any], None]:
-            asked = _edited(state, data)
-            if asked.messages and asked.messages[-1].role == "user":
-                fields = self._fields(p.controls, thinking, values)
-                asked = replace(asked, system=system)
-                async with aclosing(self._run(request, asked, fields)) as updates:
-                    async for update in updates:
-                        yield update
-            else:
-                yield [asked, display(asked), gr.skip(), gr.skip(), talks.to_json(asked)]
+        ) -> list[Any]:
+            asked = replace(_edited(state, data), system=system)
+            return self._begin(request, asked, self._fields(p.controls, thinking, values))
 
-        p.box.submit(send, [p.box, *inputs], **asks)
-        p.bot.retry(retry, inputs, **asks)
-        p.bot.edit(edit, inputs, **asks)
+        # Three events an answer, because every output of every redraw costs a millisecond: one
+        # shows the question, one lets the answer grow and redraws nothing else, one completes it.
+        asks: dict[str, Any] = {
+            "show_progress": "hidden",
+            "concurrency_limit": None,
+            "api_visibility": "private",
+        }
+        for began in (
+            p.box.submit(send, [p.box, *inputs], outputs, **asks),
+            p.bot.retry(retry, inputs, outputs, **asks),
+            p.bot.edit(edit, inputs, outputs, **asks),
+        ):
+            grown = began.then(self._grow, None, p.bot, **asks)
+            grown.then(self._finish, None, outputs, **asks)
         quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         p.box.stop(self._stop, None, None, **quick)
         p.bot.undo(self._undo, p.state, outputs, **quick)
         p.fresh.click(self._fresh, None, [*outputs, p.system], **quick)
-        said = {**quick, "queue": True, "concurrency_limit": None}  # they may have to warn
-        p.listing.open(self._open, None, [*outputs, p.system], **said)
-        p.listing.imported(_imported, None, p.saved, **said)
+        p.listing.open(self._open, None, [*outputs, p.system], **asks)
+        p.listing.imported(_imported, None, p.saved, **asks)
         p.listing.renamed(_renamed, p.state, p.state, **quick)
         p.saved.change(None, p.saved, None, js="(text) => { purestep.save(text); }")
 
@@ -180,60 +181,84 @@ class ChatPage:
             fields["chat_template_kwargs"] = {"enable_thinking": False}
         return fields
 
-    async def _run(
+    def _begin(
         self,
         request: gr.Request,
         asked: Conversation,
         fields: dict[str, Any],
-        *,
-        clear: bool = False,
-    ) -> AsyncGenerator[list[Any], None]:
-        """Answer ``asked`` and show it growing."""
+        text: str | None = None,
+    ) -> list[Any]:
+        """Show the question whose answer ``_grow`` will bring; ``text`` is left in the box."""
         session = request.session_hash or ""
         if session in self.running:
             gr.Info("An answer is still being written; stop it first.")
+            return SKIP
+        if not asked.messages or asked.messages[-1].role != "user":
+            return [asked, display(asked), gr.skip(), gr.skip(), talks.to_json(asked)]
+        self.running[session] = Turn(asked, fields, asked)
+        box: dict[str, Any] = {"submit_btn": False, "stop_btn": True}
+        if text is not None:
+            box["value"] = text
+        note = meter(None, "Waiting for the engine…")
+        return [asked, display(asked), gr.update(**box), note, talks.to_json(asked)]
+
+    async def _grow(self, request: gr.Request) -> AsyncGenerator[Any, None]:
+        """The answer, growing."""
+        session = request.session_hash or ""
+        turn = self.running.get(session)
+        if turn is None or turn.stop.is_set():
             return
-        turn = self.running[session] = Turn()
-        state = asked
-        keep = gr.skip()
+        messages = talks.wire_messages(turn.asked)
+        stream = answer(self.api, self.pacer, messages, turn.fields, turn.stop)
+        complete = False
         try:
-            box = gr.update(submit_btn=False, stop_btn=True, **({"value": ""} if clear else {}))
-            note = meter(None, "Waiting for the engine…")
-            yield [asked, display(asked), box, note, talks.to_json(asked)]
-            messages = talks.wire_messages(asked)
-            stream = answer(self.api, self.pacer, messages, fields, turn.stop)
             async with aclosing(stream) as drafts:
                 async for message in drafts:
-                    state = talks.add(asked, message)
+                    turn.state = talks.add(turn.asked, message)
                     if not turn.left:
-                        yield [keep, display(state), keep, keep, keep]
+                        yield display(turn.state)
+            complete = True
         finally:
-            self.running.pop(session, None)
+            if not complete:  # nobody is there any more to finish it
+                self.running.pop(session, None)
+
+    def _finish(self, request: gr.Request) -> list[Any]:
+        """The complete answer, and the box ready for the next question."""
+        turn = self.running.pop(request.session_hash or "", None)
+        if turn is None:
+            return SKIP
         idle = gr.update(submit_btn=True, stop_btn=False)
         if turn.left:
-            yield [keep, keep, idle, keep, talks.file_json((state,))]
-        else:
-            yield [state, display(state), idle, self._meter(state), talks.to_json(state)]
+            kept = talks.file_json((turn.state,)) if turn.kept else gr.skip()
+            return [gr.skip(), gr.skip(), idle, gr.skip(), kept]
+        state = turn.state
+        return [state, display(state), idle, self._meter(state), talks.to_json(state)]
 
     def _stop(self, request: gr.Request) -> None:
         turn = self.running.get(request.session_hash or "")
         if turn is not None:
             turn.stop.set()
 
-    def _leave(self, request: gr.Request) -> None:
-        """The tab turns to another conversation: what was written so far is kept."""
+    def leave(self, request: gr.Request, *, kept: bool = True) -> None:
+        """The tab shows something else now; what was written so far is ``kept``, or not."""
         turn = self.running.get(request.session_hash or "")
         if turn is not None:
-            turn.left = True
+            turn.left, turn.kept = True, kept
+            turn.stop.set()
+
+    def forget(self, request: gr.Request) -> None:
+        """The tab was closed."""
+        turn = self.running.pop(request.session_hash or "", None)
+        if turn is not None:
             turn.stop.set()
 
     def _fresh(self, request: gr.Request) -> list[Any]:
-        self._leave(request)
+        self.leave(request)
         return [*self._shown(talks.new()), ""]
 
     def _undo(self, state: Conversation, request: gr.Request) -> list[Any]:
         """Take the last turn back; its text returns to the box."""
-        self._leave(request)
+        self.leave(request, kept=False)
         kept = _asked(state)
         text = kept.messages[-1].text if kept.messages else ""
         state = talks.cut(kept, max(0, len(kept.messages) - 1))
@@ -246,7 +271,7 @@ class ChatPage:
         ]
 
     def _open(self, data: gr.EventData, request: gr.Request) -> list[Any]:
-        self._leave(request)
+        self.leave(request)
         text = data._data.get("text")
         try:
             state = talks.from_json(text) if text else talks.new()
@@ -296,6 +321,7 @@ def _layout() -> Parts:
             )
         with gr.Column(elem_id="chat-settings", elem_classes="side", min_width=250, scale=0):
             system = gr.Textbox(
+                value="",
                 elem_id="system", label="System prompt", lines=3, max_lines=10,
                 placeholder="How should the model behave?",
             )  # fmt: skip

@@ -89,7 +89,7 @@ def _column(
     )
     parts = [
         (
-            f'<g class="column{" chosen" if chosen else ""}" data-step="{step.step}">'
+            f'<g class="step-column{" chosen" if chosen else ""}" data-step="{step.step}">'
             f"<title>{escape(title)}</title>"
             f'<rect class="back" x="{x}" y="0" width="{COLUMN}" height="{height}"/>'
         )

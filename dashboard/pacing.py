@@ -16,7 +16,7 @@ class Pacer:
     """Shares a number of redraws a second among the pages that stream."""
 
     def __init__(self, updates_per_s: float) -> None:
-        self._updates_per_s = updates_per_s
+        self.updates_per_s = updates_per_s
         self._streams = 0
 
     @property
@@ -26,7 +26,7 @@ class Pacer:
 
     def interval(self, fastest_s: float = FASTEST_S) -> float:
         """Seconds between two redraws of one page."""
-        return max(fastest_s, self._streams / self._updates_per_s)
+        return max(fastest_s, self._streams / self.updates_per_s)
 
     async def batches(
         self, source: AsyncGenerator[T, None], stop: asyncio.Event, fastest_s: float = FASTEST_S

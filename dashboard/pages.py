@@ -33,6 +33,8 @@ CSP = (
     "form-action 'self'; frame-ancestors 'none'"
 )
 TITLE = "purestep"
+MAX_EVENTS = 512
+UPDATES = {"cpu": 30.0, "gpu": 120.0}  # redraws a second over all open pages
 
 
 def build_app(settings: Settings) -> Any:
@@ -42,7 +44,7 @@ def build_app(settings: Settings) -> Any:
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(1 << 40)
     os.environ["GRADIO_ANALYTICS_MAX_EVENTS"] = "1"
     api = EngineApi(settings.api, settings.api_key)
-    pacer = Pacer(settings.max_updates_per_s)
+    pacer = Pacer(settings.max_updates_per_s or UPDATES["cpu"])
     chat = ChatPage(api, pacer)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as demo:
         header = gr.HTML(
@@ -66,6 +68,8 @@ def build_app(settings: Settings) -> Any:
             insight: Insight | None = None
             try:
                 insight = await api.insight()
+                if settings.max_updates_per_s is None:
+                    pacer.updates_per_s = UPDATES.get(insight.engine.device, UPDATES["gpu"])
             except InferError as error:
                 gr.Warning(str(error))
             defaults = insight.defaults if insight is not None else {}
@@ -86,8 +90,18 @@ def build_app(settings: Settings) -> Any:
             concurrency_limit=None,
             api_visibility="private",
         )
-    demo.queue(max_size=settings.max_waiting, default_concurrency_limit=None)
+        demo.unload(chat.forget)
+    _start_queue(demo, settings)
     return demo
+
+
+def _start_queue(demo: Any, settings: Settings) -> None:
+    """Events of many pages at once, in a queue that rests when there are none."""
+    demo.max_threads = MAX_EVENTS  # so many run at the same time, coroutines included
+    demo.queue(max_size=settings.max_waiting, default_concurrency_limit=None)
+    # Gradio looks for events a thousand times a second, which an engine on the same cores feels.
+    demo._queue.sleep_when_free = 0.02
+    demo._queue.progress_update_sleep_when_free = 0.5  # nothing here reports progress
 
 
 def _connect_timers(tabs: Any, pages: dict[str, tuple[Any, Any]]) -> None:

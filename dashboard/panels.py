@@ -86,12 +86,12 @@ def _tail(reading: Reading, name: str) -> str:
 def charts(reading: Reading) -> list[Chart]:
     """The panels; definitions are the exporter's."""
 
-    def chart(title: str, unit: Unit, note: str, top: float | None = None, **names: str) -> Chart:
+    def chart(title: str, unit: Unit, note: str, most: float | None = None, **names: str) -> Chart:
         lines = tuple(
             Line(name=label.replace("_", " "), values=reading.history.series[series])
             for label, series in names.items()
         )
-        return Chart(title=title, lines=lines, unit=unit, note=note, top=top)
+        return Chart(title=title, lines=lines, unit=unit, note=note, most=most)
 
     return [
         chart("Time to first token", seconds,

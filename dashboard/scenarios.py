@@ -44,16 +44,16 @@ ONE_REQUEST = Lesson(
         "The request waits. Three tokens are known, no position has KV, and no block is taken.",
         (
             "Prefill: all three prompt positions in one step. Their K and V go to slots 0, 1 and 2 "
-            "of the request's block. The last position's logits gave the fourth token: it is known now, but "
-            "has no KV yet, so known is cached + 1."
+            "of the request's block. The last position's logits gave the fourth token: it is known "
+            "now, but has no KV yet, so known is cached + 1."
         ),
         (
-            "Decode: the one position that is new, 3, with the fourth token as its input. Attention reads "
-            "the KV of positions 0 to 3, so context_lens is 4. It gave the fifth."
+            "Decode: the one position that is new, 3, with the fourth token as its input. "
+            "Attention reads the KV of positions 0 to 3, so context_lens is 4. It gave the fifth."
         ),
         (
-            "Decode again: position 4, context 5. The sixth token is the third output and reaches the "
-            "limit, so the request ends and its block goes back. It never enters the model, "
+            "Decode again: position 4, context 5. The sixth token is the third output and reaches "
+            "the limit, so the request ends and its block goes back. It never enters the model, "
             "and never gets KV."
         ),
     ),

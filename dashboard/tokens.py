@@ -48,9 +48,9 @@ def tokens_html(name: str, tokens: Sequence[Token], *, prefix: str = "", note: s
         f'<div class="tokens" role="group" aria-label="Tokens of {name}">{body}</div>'
         '<div class="token-detail" role="status"></div>'
         f'<p class="hint">{escape(note) or "&nbsp;"}</p>'
-        '<p class="legend"><span class="swatch p-0"></span>unlikely'
+        '<p class="legend">unlikely <span class="swatches"><span class="swatch p-0"></span>'
         '<span class="swatch p-2"></span><span class="swatch p-3"></span>'
-        '<span class="swatch p-5"></span>certain</p></section>'
+        '<span class="swatch p-5"></span></span> certain</p></section>'
     )
 
 

@@ -10,18 +10,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.ui.browsing import ARGUMENTS
 from tests.ui.fake_engine import FakeEngine
 from tests.ui.serving import free_socket, serving
 
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-dev-shm-usage",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
 LOCAL = {"127.0.0.1", "localhost", ""}
 
 

@@ -19,6 +19,13 @@ def free_socket() -> socket.socket:
     return sock
 
 
+def free_port() -> int:
+    """A loopback port that was free a moment ago, for a process of its own."""
+    with free_socket() as sock:
+        port: int = sock.getsockname()[1]
+    return port
+
+
 @contextmanager
 def serving(app: Any, sock: socket.socket) -> Iterator[str]:
     """Serve ``app`` on ``sock`` while the block runs; gives its URL."""
