@@ -36,7 +36,8 @@ class ShardedMap(Generic[K, V]):
     def items(self) -> Iterator[tuple[K, V]]:
         """All pairs, in no particular order."""
         for shard in self.shards:
-            yield from shard.items()
+            if shard:
+                yield from shard.items()
 
     def edit(self) -> MapEdit[K, V]:
         """A private working copy: many changes, each shard copied once."""

@@ -334,8 +334,8 @@ def _chunk(r: _Round, row: int) -> int:
 
 def _unblock(r: _Round, waiting: sequences.Waiting) -> None:
     """Nothing could run although prompts are half computed: they hold each other's blocks."""
-    while not r.rows and np.count_nonzero(r.seqs.num_blocks > 0) > 1:
-        if _must_collect(r):
+    for _ in range(r.seqs.num_rows):
+        if r.rows or np.count_nonzero(r.seqs.num_blocks) < 2 or _must_collect(r):
             return
         _preempt_last(r)
         r.queue_open = True

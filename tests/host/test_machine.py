@@ -18,11 +18,12 @@ from hypothesis.stateful import (
 
 from infer.errors import RequestError, StateError
 from infer.types import Request, SamplingParams
+from tests.host.histories import play
 from tests.host.simulation import EOS, Simulation, limits, photograph
 
 FAST = settings(
-    max_examples=120,
-    stateful_step_count=60,
+    max_examples=100,
+    stateful_step_count=80,
     deadline=None,
     derandomize=True,
     database=None,
@@ -128,9 +129,13 @@ class Machine(RuleBasedStateMachine):
         )
 
     @rule(length=st.integers(0, 3), more=st.integers(1, 5))
-    def submit_too_much(self, length: int, more: int) -> None:
-        """A request that could never run is refused and leaves no trace."""
+    def remember(self, length: int, more: int) -> None:
+        """Keep this state to look at it again at the end.
+
+        A request that could never run is refused and leaves no trace.
+        """
         before = photograph(self.sim.host)
+        self.photographs.append((self.sim.host, before))
         room = self.limits.max_model_len
         params = SamplingParams(max_tokens=length + more)
         with pytest.raises(RequestError, match="max_model_len"):
@@ -168,14 +173,10 @@ class Machine(RuleBasedStateMachine):
     def collect(self) -> None:
         self.sim.collect()
 
-    @rule(turns=st.integers(1, 12))
+    @rule(turns=st.integers(1, 5))
     def turn(self, turns: int) -> None:
         for _ in range(turns):
             self.sim.turn()
-
-    @rule()
-    def remember(self) -> None:
-        self.photographs.append((self.sim.host, photograph(self.sim.host)))
 
     @invariant()
     def holds(self) -> None:
@@ -203,3 +204,10 @@ def test_random_histories() -> None:
 @pytest.mark.timeout(3600)
 def test_many_random_histories() -> None:
     run(Machine, LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_dense_histories() -> None:
+    for seed in range(3000):
+        play(seed)
