@@ -13,12 +13,14 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from infer.client import EngineClient
 from infer.errors import InferError
 from infer.server.config import ServerConfig
 from infer.server.errors import ApiError, to_api_error
+from infer.server.http import Unsent, record_of
 from infer.server.middleware import AccessLog, Guard
 from infer.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from infer.server.routes import openai_routes, utility_routes
@@ -75,6 +77,11 @@ def create_app(
         services.note(known, getattr(request.state, "record", None))
         return known.response()
 
+    async def left(request: Request, error: Exception) -> Response:
+        record_of(request).finish = "disconnect"  # while its body was read
+        return Unsent()
+
+    app.add_exception_handler(ClientDisconnect, left)
     for kind in (ApiError, InferError, ValidationError, HTTPException):
         app.add_exception_handler(kind, answer)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

@@ -107,6 +107,13 @@ def too_large(limit: int) -> ApiError:
     )
 
 
+class Unsent(Response):
+    """The response to a client that has left: nothing is sent, and it is nobody's fault."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send nothing."""
+
+
 class Answer(Response):
     """A response whose work is cancelled as soon as the client disconnects.
 

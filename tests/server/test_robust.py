@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -309,6 +310,25 @@ def test_a_bug_in_a_route_answers_500(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "SECRET" not in answer.text
         assert server.notes.failures == [FailureKind.INTERNAL]
         assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+
+
+def test_a_client_that_leaves_inside_its_body_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="infer"), serving() as server:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+                raw.sendall(
+                    b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                    b"expect: 100-continue\r\ncontent-length: 100\r\n\r\n" % path.encode()
+                )
+                assert raw.recv(100).split()[1] == b"100"  # the route waits for the body
+                raw.sendall(b'{"pro')
+        while sum("finish=disconnect" in r.getMessage() for r in caplog.records) < 3:
+            httpx.get(f"{server.url}/health", trust_env=False)
+        assert server.notes.failures == []
+        assert server.notes.rejections == []
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def test_half_open_and_pipelined_connections() -> None:
