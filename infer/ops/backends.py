@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -26,7 +28,9 @@ def make_ops(name: str, cfg: ModelConfig, device: torch.device | str) -> Ops:
         raise ConfigError(f"attention_backend is {name!r}, which needs a CUDA GPU; use torch")
     if name == "triton":
         return triton_ops(cfg, device)
-    raise ConfigError(f"attention_backend is {name!r}; choose auto, torch or triton")
+    if name == "flash_attn":
+        return flash_attn_ops(cfg, device)
+    raise ConfigError(f"attention_backend is {name!r}; choose auto, torch, triton or flash_attn")
 
 
 def triton_ops(cfg: ModelConfig, device: torch.device) -> Ops:
@@ -50,6 +54,27 @@ def triton_ops(cfg: ModelConfig, device: torch.device) -> Ops:
         silu_mul=triton_norm.silu_mul,
         fused_decode=triton_backend.fused_decode(cos_sin),
         capturable=True,
+    )
+
+
+def flash_attn_ops(cfg: ModelConfig, device: torch.device) -> Ops:
+    """Attention by the flash-attn package, the other stages by kernels of our own."""
+    try:
+        import flash_attn  # noqa: F401 - built for another torch it fails here, not in a step
+
+        from infer.ops import flash_attn_backend
+    except ImportError as error:
+        raise ConfigError(
+            f"attention_backend 'flash_attn' needs the package flash-attn, built for this torch "
+            f"({error}); install purestep[gpu] or use attention_backend='triton'"
+        ) from error
+    return replace(
+        triton_ops(cfg, device),
+        name="flash_attn",
+        prepare=flash_attn_backend.prepare,
+        qk_norm_rope_store=flash_attn_backend.qk_norm_rope_store,
+        attention=flash_attn_backend.attention,
+        fused_decode=None,
     )
 
 
