@@ -61,7 +61,11 @@ def fork(state: EngineState, request_id: str, new_id: str) -> EngineState:
     """
     check_current(state)
     host = hosts.fork(state.host, request_id, new_id, state.limits)
-    return replace(state, host=host, outside=_noted(state, Forked(request_id, new_id)))
+    parts = state.prompt_parts
+    if request_id in parts:  # forked inside its prompt: both go on from there
+        parts = {**parts, new_id: parts[request_id]}
+    outside = _noted(state, Forked(request_id, new_id))
+    return replace(state, host=host, outside=outside, prompt_parts=parts)
 
 
 def has_work(state: EngineState) -> bool:

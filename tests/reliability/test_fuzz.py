@@ -443,6 +443,29 @@ def test_a_snapshot_in_the_middle_of_a_prompt_keeps_its_log_probabilities() -> N
             near(raw[at], own, top, prompt[at + 1], 0)
 
 
+def test_a_fork_in_the_middle_of_a_prompt_has_its_log_probabilities() -> None:
+    """Found by the histories below: the fork told the second half only."""
+    config = EngineConfig(
+        block_size=4, num_blocks=32, max_model_len=40, max_num_seqs=2, max_num_batched_tokens=4
+    )
+    prompt = tuple(range(20, 45))
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    state = infer.init(model(), config)
+    state = infer.submit(state, Request(request_id="a", prompt_token_ids=prompt, params=params))
+    state, _ = infer.step(model(), state)
+    state = infer.fork(state, "a", "b")
+    found = {}
+    while infer.has_work(state):
+        state, report = infer.step(model(), state)
+        found |= {e.request_id: e for e in report.events if isinstance(e, PromptLogprobsEvent)}
+    assert found.keys() == {"a", "b"}
+    raw = raw_logits(prompt).log_softmax(-1)
+    for event in found.values():
+        assert len(event.logprobs) == len(prompt) - 1
+        for at, (own, top) in enumerate(event.logprobs):
+            near(raw[at], own, top, prompt[at + 1], 0)
+
+
 def test_random_histories() -> None:
     run(QUICK)
 
