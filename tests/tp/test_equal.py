@@ -16,6 +16,8 @@ import infer
 from infer import LLM, Model, SamplingParams, host
 from infer.parallel import TP
 from infer.types import FinishReason
+from tests.server.tiny import write_tiny
+from tests.tp.conftest import CPU
 from tests.tp.models import tiny
 from tests.tp.work import Told, config, requests, run
 
@@ -102,6 +104,21 @@ def test_offline_generation_as_transformers_does_it(model: Models, ranks: Ranks)
     again = llm.generate(prompts, params, progress=False)
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs]
     assert all(o.num_cached_tokens > 0 for o in again if len(o.prompt_token_ids) > 8)
+
+
+def test_stop_strings_end_requests_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks need the tokenizer's bytes to see a stop string where the first rank sees it."""
+    folder = write_tiny(tmp_path / "tiny")
+    options: dict[str, Any] = {**CPU, "load_format": "random"}
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=60, stop=("a", "e ", "T", "0"))
+    texts = []
+    for tp in (None, ranks(2)):
+        llm = LLM(infer.load(folder, tp=tp or TP(), **options), num_blocks=64, block_size=8)
+        # A second round: had a rank gone on with an ended request, it would plan another step.
+        outputs = [llm.generate(["one", "two two"], params, progress=False) for _ in range(2)]
+        texts.append([o.outputs[0].text for round_ in outputs for o in round_])
+        assert {o.outputs[0].finish_reason for o in outputs[0]} == {FinishReason.STOP}
+    assert texts[0] == texts[1]
 
 
 def test_refusals_leave_the_ranks_as_they_were(
