@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,12 +108,14 @@ class Walk:
         """Steps made so far; more may follow unless ``ended``."""
         return len(self.moments) - 1
 
-    def forward(self) -> None:
-        """Make one step; nothing happens at the end of the lesson."""
+    def forward(self, watch: Callable[[Any, Any], None] | None = None) -> None:
+        """Make one step, and show its report and state to ``watch``; at the end, do nothing."""
         if self.ended and self.at == self.num_known_steps:
             return
         earlier = self.moments[self.at]
         self._state, report = infer.step(self.model, self._state)
+        if watch is not None:
+            watch(report, self._state)
         tokens = {name: list(ids) for name, ids in earlier.tokens.items()}
         view = step_view(report.plan, {(name, 0): ids for name, ids in tokens.items()})
         for event in report.events:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.ui.browsing import ARGUMENTS
 from tests.ui.fake_engine import FakeEngine
-from tests.ui.serving import free_socket, serving
+from tests.ui.serving import free_socket, in_loop, serving
 
 LOCAL = {"127.0.0.1", "localhost", ""}
 
@@ -55,6 +55,11 @@ class Watch:
         self.errors[:] = [e for e in self.errors if not any(part in e for part in parts)]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     chromium = shutil.which("chromium")
@@ -76,7 +81,7 @@ def site() -> Iterator[Site]:
     app = engine.app()
     sock = free_socket()
     api = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    mount(app, Settings(url=api))
+    in_loop(lambda: mount(app, Settings(url=api)))
     with serving(app, sock):
         yield Site(f"{api}/ui/", api, engine)
 

@@ -14,6 +14,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from dashboard.insight import Insight, insight_routes
+from dashboard.lessons import Walk, tiny_model
+from dashboard.recorder import StepRecorder
+from dashboard.scenarios import PREEMPTION
 from infer.types import EngineInfo
 from metrics.reader import History, Latency, Reading
 
@@ -77,6 +80,7 @@ class FakeEngine:
                 chat_template="{% if enable_thinking %}<think>{% endif %}",
             ),
             self.reading,
+            recorded().to_json,
         ))  # fmt: skip
 
         @app.get("/v1/models")
@@ -169,6 +173,15 @@ class FakeEngine:
             yield "data: [DONE]\n\n"
         finally:
             self.running -= 1
+
+
+def recorded() -> StepRecorder:
+    """A recorder that has seen the preemption lesson on a real engine."""
+    recorder = StepRecorder()
+    walk = Walk.begin(PREEMPTION, tiny_model())
+    while not walk.ended:
+        walk.forward(recorder.record)
+    return recorder
 
 
 def _usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
+
+T = TypeVar("T")
+
+
+def in_loop(build: Callable[[], T]) -> T:
+    """``build()`` inside an event loop: outside of one, Gradio makes loops that it never closes."""
+
+    async def run() -> T:
+        return build()
+
+    return asyncio.run(run())
 
 
 def free_socket() -> socket.socket:

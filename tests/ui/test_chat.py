@@ -253,6 +253,7 @@ def test_conversations_are_kept_renamed_and_deleted(
     expect(page.locator(".talks .talk-title")).to_have_count(1)
 
 
+@pytest.mark.slow
 def test_leaving_a_conversation_keeps_what_was_written(
     open_page: Callable[..., Any], site: Site
 ) -> None:
@@ -329,6 +330,7 @@ def test_usable_at_390_pixels(open_page: Callable[..., Any]) -> None:
     expect(page.get_by_label("System prompt")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_dark_mode(open_page: Callable[..., Any], site: Site) -> None:
     def brightness(page: Any) -> float:
         colour: str = page.evaluate(

@@ -114,6 +114,7 @@ def test_lessons_step_forward_and_back(open_page: Callable[..., Any]) -> None:
     expect(board).to_contain_text("After 0 steps")
 
 
+@pytest.mark.slow
 def test_the_block_boundary_lesson(open_page: Callable[..., Any]) -> None:
     page = open_page()
     open_tab(page, "Inspector")
@@ -137,6 +138,28 @@ def test_the_block_boundary_lesson(open_page: Callable[..., Any]) -> None:
     expect(board).to_contain_text("After 3 steps")
     assert _arrays(page)["slot_mapping"] == [second * 256 + 1]
     assert first != second
+
+
+def test_the_running_engine(open_page: Callable[..., Any], site: Site) -> None:
+    page = open_page()
+    open_tab(page, "Inspector")
+    board = page.locator("#inspector-board")
+    columns = board.locator(".step-column")
+    expect(columns).to_have_count(9)  # of the preemption lesson, which the fake engine replays
+    expect(board.locator("path.preempted")).to_have_count(1)
+    expect(board.locator("circle.end")).to_have_count(2)
+    expect(board.locator(".blocks i")).to_have_count(5)
+    expect(board).to_contain_text("free 5 of 5")
+    columns.nth(0).locator("rect.back").click(force=True)
+    expect(page.get_by_label("Live").last).not_to_be_checked()  # a choice pauses the view
+    expect(board.get_by_role("heading", name="Step 0")).to_be_visible()
+    expect(board.locator("table.plan tbody tr")).to_have_count(2)
+    arrays = board.locator(".arrays")
+    expect(arrays).to_contain_text("slot_mapping")
+    assert "input_ids" not in arrays.inner_text()  # prompts stay with those who wrote them
+    board.locator(".track").focus()
+    page.keyboard.press("ArrowRight")
+    expect(board.get_by_role("heading", name="Step 1")).to_be_visible()
 
 
 def test_model_page(open_page: Callable[..., Any]) -> None:
