@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from infer.bench.figures import Figure, random_prompts
 from infer.bench.peer import bench_peer
@@ -63,6 +64,9 @@ def conditions(llm: LLM) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "backend": state.runtime.ops.name,
         "engine": asdict(state.config),
+        "ranks": [structs.asdict(report) for report in model.tp.link.reports()]
+        if model.tp.link
+        else [],
     }
 
 
@@ -91,6 +95,14 @@ def markdown(figures: Sequence[Figure], where: dict[str, Any]) -> str:
         detail = ", ".join(f"{k} {v}" for k, v in f.detail.items())
         cells = (f.workload, f.name, f"{f.value:,.2f} {f.unit}", floor, share, detail)
         lines.append("| " + " | ".join(cells) + " |")
+    for rank in where["ranks"]:
+        a_step = 1e3 * rank["busy_s"] / max(1, rank["steps"])
+        memory = rank["memory_bytes"] / (1 << 30)
+        lines += [
+            "",
+            f"Rank {rank['rank']} on {rank['device']}: {memory:.2f} GiB, {rank['steps']} steps, "
+            f"{a_step:.2f} ms in each",
+        ]
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 import infer
 from infer import EngineConfig, Model, Request, SamplingParams
@@ -158,14 +159,9 @@ def case(options: argparse.Namespace) -> dict[str, Any]:
         "prefill_length": length,
     }
     if model.tp.link is not None:
-        found["ranks_told"] = [vars_of(report) for report in model.tp.link.reports()]
+        found["each_rank"] = [structs.asdict(report) for report in model.tp.link.reports()]
         model.tp.link.close()
     return found
-
-
-def vars_of(report: Any) -> dict[str, Any]:
-    """A report's fields."""
-    return {name: getattr(report, name) for name in report.__struct_fields__}
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
