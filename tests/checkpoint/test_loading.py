@@ -282,7 +282,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         ({"dtype": "int8"}, "int8"),
         ({"load_format": "pickle"}, "pickle"),
         ({"tp": 0}, "tp is 0"),
-        ({"tp": 2}, "torchrun"),
         ({"tp": TP(rank=2, size=2)}, "rank is 2"),
         ({"tp": TP(size=5)}, "attention heads"),
         ({"threads": 0}, "threads is 0"),
