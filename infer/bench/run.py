@@ -41,7 +41,7 @@ STANDARD = ("decode", "offline", "prefill")  # what runs when no workload is nam
 
 def conditions(llm: LLM) -> dict[str, Any]:
     """What a figure depends on: date, device, versions, commit, engine options."""
-    model, state = llm.model, llm.state
+    model, state, link = llm.model, llm.state, llm.model.tp.link
     cuda = model.device.type == "cuda"
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
@@ -64,9 +64,7 @@ def conditions(llm: LLM) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "backend": state.runtime.ops.name,
         "engine": asdict(state.config),
-        "ranks": [structs.asdict(report) for report in model.tp.link.reports()]
-        if model.tp.link
-        else [],
+        "ranks": [structs.asdict(report) for report in link.reports()] if link else [],
     }
 
 
@@ -98,11 +96,8 @@ def markdown(figures: Sequence[Figure], where: dict[str, Any]) -> str:
     for rank in where["ranks"]:
         a_step = 1e3 * rank["busy_s"] / max(1, rank["steps"])
         memory = rank["memory_bytes"] / (1 << 30)
-        lines += [
-            "",
-            f"Rank {rank['rank']} on {rank['device']}: {memory:.2f} GiB, {rank['steps']} steps, "
-            f"{a_step:.2f} ms in each",
-        ]
+        figure = f"{memory:.2f} GiB, {rank['steps']} steps, {a_step:.2f} ms in each"
+        lines += ["", f"Rank {rank['rank']} on {rank['device']}: {figure}"]
     return "\n".join(lines)
 
 
