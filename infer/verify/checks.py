@@ -191,9 +191,7 @@ def backend(kind: str) -> Callable[[str, str, Context], Row]:
             make_ops(kind, c.model.config, c.model.device)
         except ConfigError as error:
             return not_run(name, title, str(error))
-        changes = {"block_size": 256, "num_blocks": 8} if kind == "flash_attn" else {}
-        config = c.config(attention_backend=kind, **changes)
-        run = observe(c.model, config, [c.paths])
+        run = observe(c.model, c.config(attention_backend=kind), [c.paths])
         return judged(
             name,
             title,
@@ -256,6 +254,5 @@ CHECKS = (
     Check("graphs", "eager and CUDA Graphs", graphs),
     Check("torch", "backend torch and transformers", backend("torch")),
     Check("triton", "backend triton and transformers", backend("triton")),
-    Check("flash_attn", "backend flash_attn and transformers", backend("flash_attn")),
     Check("tp", "one rank and several", tensor_parallel),
 )

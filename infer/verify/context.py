@@ -62,10 +62,11 @@ class Context:
             ]
         )
 
-    def half_errors(self) -> Errors:
-        """transformers' own bfloat16 beside its float32."""
+    def half_errors(self, run: Observed) -> Errors:
+        """transformers' own bfloat16 beside its float32, over the positions ``run`` has."""
         assert self.half is not None
-        return joined([compare(self.half[p.name], self.reference[p.name]) for p in self.paths])
+        pairs = [(p.name, run.of(p)[1]) for p in self.paths]
+        return joined([compare(self.half[n][at], self.reference[n][at]) for n, at in pairs])
 
 
 def make_context(subject: Subject, *, tp: int, half: bool, seed: int = 0) -> Context:

@@ -32,7 +32,7 @@ def half(kind: str, **changes: Any) -> Callable[[str, str, Context], Row]:
         config = c.config(attention_backend=kind, **changes)
         graphs = bool(changes.get("cuda_graphs"))
         run = observe(model, config, [c.paths], whole=not graphs, logprobs=1 if graphs else None)
-        peer = c.half_errors()
+        peer = c.half_errors(run)
         return judged(
             name,
             f"{title} (transformers' own: {peer.rms:.3g})",

@@ -21,6 +21,12 @@ from infer.verify.subject import Subject
 HALF_CHECKS = (
     Check("bf16-torch", "bfloat16, backend torch", half("torch")),
     Check("bf16-triton", "bfloat16, backend triton", half("triton")),
+    # flash-attn computes in 16 bits only, on pages of 256.
+    Check(
+        "bf16-flash_attn",
+        "bfloat16, backend flash_attn",
+        half("flash_attn", block_size=256, num_blocks=8),
+    ),
     Check("bf16-graphs", "bfloat16, CUDA Graphs", half("auto", cuda_graphs=True)),
 )
 ALL_CHECKS = (*CHECKS, *HALF_CHECKS)

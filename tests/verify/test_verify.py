@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 
+from infer.config import EngineConfig
+from infer.initialize import init
+from infer.model import Model
+from infer.runtime import Runtime
+from infer.state import EngineState
 from infer.verify.compare import compare, joined
 from infer.verify.context import Context, make_context
 from infer.verify.paths import LENGTHS, Path, common_prefix
@@ -20,7 +27,7 @@ QUICK = (
     *("transformers", "kv-cache", "chunked", "prefix", "batched"),
     *("preempted", "pipelined", "restored", "torch", "bf16-torch"),
 )
-ELSEWHERE = ("graphs", "triton", "flash_attn", "bf16-triton", "bf16-graphs")
+ELSEWHERE = ("graphs", "triton", "bf16-triton", "bf16-flash_attn", "bf16-graphs")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +71,24 @@ def test_two_ranks_and_the_compiled_layer() -> None:
     outcome = verify(subject(), only=("tp", "compiled"), tp=2)
     assert outcome.passed, [(row.name, row.reasons) for row in outcome.failed]
     assert {row.status for row in outcome.rows} == {"pass"}
+
+
+def test_a_run_leaves_no_engine_behind(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines hold packed weights and KV: a dozen of them would not fit."""
+    made: list[weakref.ref[Runtime]] = []
+
+    def remembered(model: Model, config: EngineConfig) -> EngineState:
+        state = init(model, config)
+        made.append(weakref.ref(state.runtime))
+        return state
+
+    monkeypatch.setattr("infer.verify.runs.init", remembered)
+    gc.disable()
+    try:
+        observe(context.model, context.config(), [context.paths])
+        assert [ref() for ref in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_path_is_followed_whatever_is_sampled(context: Context) -> None:
