@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infer import sequences
-from infer.blocks import Int32
+from infer.blocks import Int32, Int64
 from infer.config import Limits
 from infer.host import Host, finish_event, generated, retire
 from infer.plan import Plan
@@ -53,22 +53,23 @@ def commit(
     if not plan.sample_rows.size and not plan.finished:
         return Accepted(_NO_OBJECTS, _EMPTY, _EMPTY, _EMPTY, (), ()), _settled(host)
     seqs = sequences.copy(host.seqs)
-    current = seqs.epoch[plan.sample_rows] == plan.sample_epochs
+    rows = plan.sample_rows.astype(np.int64)  # numpy indexes with these several times faster
+    current = seqs.epoch[rows] == plan.sample_epochs
     ended: dict[int, FinishEvent] = {}
     if failed is not None and failed.any():
-        for row in plan.sample_rows[current & failed].tolist():
+        for row in rows[current & failed].tolist():
             ended[row] = finish_event(seqs, row, FinishReason.ERROR, error=_NOT_NUMBERS)
         current &= ~failed
     failures = list(ended)
-    sampled = np.flatnonzero(current).astype(np.int32)
-    rows, values = plan.sample_rows[sampled], tokens[sampled].astype(np.int32)
+    sampled = np.flatnonzero(current)
+    rows, values = rows[sampled], tokens[sampled].astype(np.int32)
     sequences.append_tokens(seqs, rows, values)
     _end(ended, seqs, rows, values, limits, token_bytes)
     accepted = Accepted(
         requests=seqs.request[rows],
         choices=seqs.choice[rows],
         tokens=values,
-        sampled=sampled,
+        sampled=sampled.astype(np.int32),
         finished=(*plan.finished, *ended.values()),
         outputs=(*plan.outputs, *(generated(seqs, row) for row in ended)),
     )
@@ -94,7 +95,7 @@ def _settled(host: Host) -> Host:
 def _end(
     ended: dict[int, FinishEvent],
     seqs: Sequences,
-    rows: Int32,
+    rows: Int64,
     values: Int32,
     limits: Limits,
     token_bytes: Sequence[bytes],
@@ -133,7 +134,7 @@ def _own_stop(
 
 
 def _register(
-    seqs: Sequences, draft: Draft, rows: Int32, ended: Mapping[int, FinishEvent], size: int
+    seqs: Sequences, draft: Draft, rows: Int64, ended: Mapping[int, FinishEvent], size: int
 ) -> None:
     """Index the blocks of ``rows`` that are full of known, computed tokens."""
     known = seqs.num_tokens[rows]

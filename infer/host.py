@@ -12,7 +12,7 @@ from infer.blocks import BlockPool, Int32
 from infer.config import GenerationDefaults, Limits
 from infer.errors import RequestError, StateError
 from infer.prefix import Draft, PrefixIndex
-from infer.sequences import Need, Sequences, Status, Waiting, WaitingRequest
+from infer.sequences import FREE, Need, Sequences, Waiting, WaitingRequest
 from infer.types import FinishEvent, FinishReason, Request, SamplingParams
 
 MAX_PENALTY_SLOTS = 64  # rows of device state for penalties, bias and min_tokens
@@ -201,7 +201,7 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
     source = rows[0]
     if host.seqs.num_pending[source]:
         raise StateError(f"cannot fork {request_id!r} with a step in flight; collect it first")
-    free = np.flatnonzero(host.seqs.status == Status.FREE)
+    free = np.flatnonzero(host.seqs.status == FREE)
     if not free.size:
         raise RequestError(
             f"cannot fork {request_id!r}: all {limits.max_num_seqs} rows are taken; "

@@ -53,10 +53,10 @@ def build(plan: Plan, seqs: Sequences) -> HostBatch:
     q_lens, cached = plan.num_scheduled, plan.num_cached
     cu_seqlens_q = np.zeros(q_lens.size + 1, np.int32)
     np.cumsum(q_lens, out=cu_seqlens_q[1:])
-    segment = np.repeat(np.arange(q_lens.size, dtype=np.int32), q_lens)
-    offset = np.arange(cu_seqlens_q[-1], dtype=np.int32) - cu_seqlens_q[:-1][segment]
-    positions = offset + cached[segment]
+    first = cached - cu_seqlens_q[:-1]
+    positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(first, q_lens)
     context_lens = cached + q_lens
+    samples = plan.samples.astype(np.int64)  # numpy indexes with these several times faster
     return HostBatch(
         **_inputs(plan, seqs, positions, cu_seqlens_q),
         **_prompt_targets(plan, seqs, cu_seqlens_q),
@@ -64,10 +64,10 @@ def build(plan: Plan, seqs: Sequences) -> HostBatch:
         seq_rows=plan.rows,
         cu_seqlens_q=cu_seqlens_q,
         context_lens=context_lens,
-        logits_rows=cu_seqlens_q[1:][plan.samples] - 1,
+        logits_rows=cu_seqlens_q[1:][samples] - 1,
         sample_logits=plan.sample_seqs,
         sample_rows=plan.sample_rows,
-        sample_positions=context_lens[plan.samples][plan.sample_seqs],
+        sample_positions=context_lens[samples[plan.sample_seqs]],
         num_decode=plan.num_decode,
         max_seqlen_q=int(q_lens.max(initial=0)),
         max_seqlen_k=int(context_lens.max(initial=0)),
@@ -80,10 +80,10 @@ def _inputs(plan: Plan, seqs: Sequences, positions: Int32, cu_seqlens_q: Int32) 
     input_ids = np.zeros(total, np.int32)
     src_rows = np.full(total, -1, np.int32)
     slot_mapping = np.empty(total, np.int32)
-    rows = plan.rows[:n]
+    rows = plan.rows[:n].astype(np.int64)
     slot_mapping[:n] = seqs.last_block[rows] * size + positions[:n] % size
     generated = positions[:n] >= seqs.num_prompt_tokens[rows]
-    src_rows[:n][generated] = rows[generated]
+    src_rows[:n] = np.where(generated, plan.rows[:n], -1)
     for i in np.flatnonzero(~generated).tolist():
         input_ids[i] = seqs.token_ids[rows[i]][positions[i]]
     for i in range(n, plan.rows.size):

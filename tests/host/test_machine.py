@@ -22,7 +22,7 @@ from tests.host.histories import play
 from tests.host.simulation import EOS, Simulation, limits, photograph
 
 FAST = settings(
-    max_examples=100,
+    max_examples=70,
     stateful_step_count=80,
     deadline=None,
     derandomize=True,
