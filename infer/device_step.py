@@ -14,7 +14,7 @@ from infer.models import decoder
 from infer.ops import Ops, logit_edits
 from infer.ops.logprobs import Logprobs, logprobs, logprobs_in_slices
 from infer.ops.sample import SampleFlags
-from infer.ops.sharded import Shard, sample_sharded, whole
+from infer.ops.sharded import Shard, joined, sample_sharded, whole
 from infer.rows import RowState
 from infer.weights import local_config, vocab_range
 
@@ -66,7 +66,7 @@ def decode(
     model: Model, ops: Ops, kv: KVCache, rows: RowState, batch: Batch, *, sampling: bool
 ) -> tuple[DeviceValues | None, Tensor | None]:
     """A padded decode step without extras: its values, or with ``sampling`` off its logits."""
-    if ops.fused_decode is None or model.tp.size > 1:
+    if ops.fused_decode is None:
         hidden, _ = forward(model, ops, kv, rows, batch)
         scores = logits(model, ops, hidden, batch.logits_rows)
         if not sampling:
@@ -76,14 +76,17 @@ def decode(
     ids = decoder.merge_ids(batch, rows.last_token)
     hidden = decoder.embed(model.config, model.tp, model.weights, ids)
     fused = ops.fused_decode
-    run = fused.layers(model.weights, kv, hidden, batch.attention, shape)
+    run = fused.layers(model.weights, kv, hidden, batch.attention, shape, model.tp)
     if not sampling:
         return None, ops.linear(
             fused.normed(model.weights, run), model.weights.lm_head, None
         ).float()
-    picked = fused.sample(
-        model.weights, run, batch.sample_rows, batch.sample_positions, rows.sampling
+    shard = vocab_shard(model)
+    held = range(shard.start, shard.start + shard.size)
+    own = fused.sample(
+        model.weights, run, batch.sample_rows, batch.sample_positions, rows.sampling, held
     )
+    picked = joined(own, shard)
     rows.last_token.index_copy_(0, batch.sample_rows.long(), picked.tokens)
     return DeviceValues(picked.tokens, picked.nan), None
 

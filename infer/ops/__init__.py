@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from infer.batch import AttentionMeta
     from infer.kv import KVCache
     from infer.ops.sample import Sampled, SamplingRows
+    from infer.parallel import TP
     from infer.weights import Weights
 
 
@@ -81,13 +82,19 @@ LayerFn = Callable[..., tuple[Tensor, Tensor]]
 
 
 class FusedDecode(Protocol):
-    """Decode steps of one rank in fewer kernels than the stages; capturable in a CUDA Graph.
+    """Decode steps in fewer kernels than the stages; capturable in a CUDA Graph.
 
     What ``layers`` returns goes to ``sample`` or ``normed``, once.
     """
 
     def layers(
-        self, weights: Weights, kv: KVCache, hidden: Tensor, meta: AttentionMeta, shape: LayerShape
+        self,
+        weights: Weights,
+        kv: KVCache,
+        hidden: Tensor,
+        meta: AttentionMeta,
+        shape: LayerShape,
+        tp: TP,
     ) -> Any:
         """Run all layers over the embedded tokens ``[num_seqs, hidden_size]``, overwriting them."""
 
@@ -98,8 +105,9 @@ class FusedDecode(Protocol):
         sample_rows: Tensor,
         positions: Tensor,
         params: SamplingRows,
+        held: range,
     ) -> Sampled:
-        """Sample every row from the whole vocabulary, without truncation."""
+        """Sample every row from the vocabulary ids ``held``, this rank's, without truncation."""
 
     def normed(self, weights: Weights, run: Any) -> Tensor:
         """The final norm of every row ``[num_seqs, hidden_size]``."""

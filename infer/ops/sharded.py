@@ -73,7 +73,7 @@ def sample_sharded(
         padding = torch.arange(shard.columns, device=logits.device) >= shard.size
         logits = logits.masked_fill(padding, -torch.inf)
     own = sample(logits, sample_logits, positions, params, flags, vocab_offset=shard.start)
-    best = _joined(own, shard)
+    best = joined(own, shard)
     if not truncates:
         return best
     assert num_candidates is not None
@@ -107,8 +107,10 @@ def _from_candidates(
     return every.gather(-1, at.unsqueeze(-1)).squeeze(-1), scores
 
 
-def _joined(own: Sampled, shard: Shard) -> Sampled:
-    """The best of all ranks, by one exchange of ``[3, M]`` words."""
+def joined(own: Sampled, shard: Shard) -> Sampled:
+    """The best of all ranks, by one exchange of ``[3, M]`` words; ``own`` where there is one."""
+    if shard.tp.size == 1:
+        return own
     words = torch.stack((own.tokens, own.scores.view(torch.int32), own.nan.to(torch.int32)))
     tokens, bits, nan = all_gather(words, shard.tp).unbind(1)
     scores = bits.contiguous().view(torch.float32)

@@ -12,16 +12,18 @@ from infer.kv import KVCache
 from infer.ops import LayerShape, triton_store
 from infer.ops.sample import Sampled, SamplingRows
 from infer.ops.triton_decode import decode_attention
+from infer.ops.triton_head import sample_head
 from infer.ops.triton_plan import DecodePlan, decode_config, plan_decode
 from infer.ops.triton_prefill import PrefillConfig, prefill_attention, prefill_config
+from infer.ops.triton_ranks import decode_layers_of_rank
 from infer.ops.triton_step import (
     DecodeBuffers,
     DecodeInputs,
     decode_buffers,
     decode_layers,
-    decode_sample,
     uses_dependent_launch,
 )
+from infer.parallel import TP
 from infer.weights import Weights
 
 
@@ -124,7 +126,13 @@ class TritonDecode:
     pdl: bool
 
     def layers(
-        self, weights: Weights, kv: KVCache, hidden: Tensor, meta: AttentionMeta, shape: LayerShape
+        self,
+        weights: Weights,
+        kv: KVCache,
+        hidden: Tensor,
+        meta: AttentionMeta,
+        shape: LayerShape,
+        tp: TP,
     ) -> tuple[DecodeBuffers, DecodeInputs]:
         """Run all layers over the embedded tokens, which are overwritten."""
         step = DecodeInputs(
@@ -136,6 +144,8 @@ class TritonDecode:
             pdl=self.pdl,
         )
         buffers = decode_buffers(hidden, weights.layers[0], shape)
+        if tp.size > 1:
+            return decode_layers_of_rank(weights, kv.k, kv.v, buffers, step, tp), step
         decode_layers(weights, kv.k, kv.v, buffers, step)
         return buffers, step
 
@@ -146,10 +156,19 @@ class TritonDecode:
         sample_rows: Tensor,
         positions: Tensor,
         params: SamplingRows,
+        held: range,
     ) -> Sampled:
         """Sample every row without writing logits; for rows that truncate nothing."""
         buffers, step = run
-        return decode_sample(weights, buffers, step, sample_rows, positions, params)
+        return sample_head(
+            buffers.normed,
+            weights.lm_head[: len(held)],
+            sample_rows,
+            positions,
+            params,
+            vocab_offset=held.start,
+            pdl=step.pdl,
+        )
 
     def normed(self, weights: Weights, run: tuple[DecodeBuffers, DecodeInputs]) -> Tensor:
         """The final norm of every row, for an LM head of one's own."""

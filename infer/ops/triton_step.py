@@ -68,10 +68,10 @@ def decode_layers(weights: Weights, kv_k: tuple[Tensor, ...], kv_v: tuple[Tensor
     """Run all layers: ``b.hidden`` becomes the residual stream after the last one, ``b.normed`` its
     final RMSNorm. Writes the new position's K and V of every sequence.
     """
-    rows, eps, pdl = b.hidden.shape[0], step.shape.eps, step.pdl
+    eps, pdl = step.shape.eps, step.pdl
     layers = weights.layers
     nexts = (*layers[1:], None)
-    if rows <= FEW_ROWS:
+    if is_few(b):
         for w, following, k, v in zip(layers, nexts, kv_k, kv_v, strict=True):
             few_layer(w, following, k, v, b, step)
         sum_norm(b.hidden, weights.norm, b.normed, b.hidden, residual=None, eps=eps, pdl=pdl)
@@ -122,13 +122,13 @@ def many_layer(
 ) -> None:
     """One layer from ``b.normed`` to the next layer's (or the final) norm, ``b.normed`` again."""
     eps, pdl = step.shape.eps, step.pdl
-    _project(b.normed, w.qkv, w.qkv_bias, b.qkv, pdl)
+    project(b.normed, w.qkv, w.qkv_bias, b.qkv, pdl)
     attend(w, k_cache, v_cache, b, step)
     sum_norm(
         _parts(b.attended, w.o, w.gate_up, pdl), w.post_norm, b.normed, b.hidden,
         residual=b.hidden, bias=w.o_bias, eps=eps, pdl=pdl,
     )  # fmt: skip
-    _swiglu(b.normed, w, b.activated, pdl)
+    swiglu(b.normed, w, b.activated, pdl)
     sum_norm(
         _parts(b.activated, w.down, None if following is None else following.qkv, pdl),
         next_norm, b.normed, b.hidden, residual=b.hidden, bias=w.down_bias, eps=eps, pdl=pdl,
@@ -170,7 +170,13 @@ def attend(
     )  # fmt: skip
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bool) -> None:
+def is_few(b: DecodeBuffers) -> bool:
+    """Whether projections can hold all of x, so that norms and sums need no kernels of their own."""
+    return b.hidden.shape[0] <= FEW_ROWS
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bool) -> None:
+    """Write ``out = x @ weight.T + bias``."""
     rows, size_k = x.shape
     if rows <= MATRIX_ROWS:
         config = matrix_config(rows, weight.shape[0], size_k, x.dtype.itemsize * 8)
@@ -181,7 +187,8 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: b
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _swiglu(x: Tensor, w: LayerWeights, out: Tensor, pdl: bool) -> None:
+def swiglu(x: Tensor, w: LayerWeights, out: Tensor, pdl: bool) -> None:
+    """Write SwiGLU of the gate and up projections of ``x``."""
     rows, size_k = x.shape
     if rows > MATRIX_ROWS:
         silu_mul(F.linear(x, w.gate_up, w.gate_up_bias), out=out)
