@@ -40,7 +40,7 @@ class TritonStep:
 def prepare(meta: AttentionMeta, cos_sin: Tensor, k_cache: Tensor, shape: LayerShape) -> TritonStep:
     """Divide the step's decode work; see ``infer.ops.Prepare``."""
     bits = k_cache.dtype.itemsize * 8
-    prefill = None if meta.decode else prefill_config(shape.head_dim, bits, meta.max_seqlen_q)
+    prefill = None if meta.decode else prefill_config(shape.head_dim, bits)
     return TritonStep(meta, cos_sin, _plan(meta, bits, shape), prefill)
 
 
@@ -49,7 +49,7 @@ def _plan(meta: AttentionMeta, bits: int, shape: LayerShape) -> DecodePlan:
     return plan_decode(
         meta.seq_rows,
         meta.context_lens,
-        config=decode_config(num_seqs, shape.num_heads, shape.num_kv_heads, bits),
+        config=decode_config(num_seqs, bits),
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,

@@ -1,4 +1,4 @@
-"""What every Triton kernel here shares: dependent launch, L2 prefetch, small helpers.
+"""What every Triton kernel here shares: dependent launch and small helpers.
 
 Note [dependent launch]: the decode kernels are launched with programmatic dependent launch, so a
 kernel starts while its predecessor still runs. Each one first lets its own successor start, then
@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -74,38 +73,3 @@ def await_predecessor(PDL: tl.constexpr):
     """Wait until everything the previous kernel wrote is visible. See Note [dependent launch]."""
     if PDL:
         gdc_wait()
-
-
-@triton.jit
-def prefetch_l2(addresses, num_bytes):
-    """Ask for ``num_bytes`` (a multiple of 16, 0: nothing) at each address to enter the L2."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.s32 p, $2, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [addresses, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def prefetch_ahead(ptr, pieces, program, programs, THREADS: tl.constexpr, PDL: tl.constexpr):
-    """Ask for a program's share of the weights at ``ptr``, ``pieces`` of 2 KiB.
-
-    A later kernel needs them: the memory stays busy while this one waits or computes.
-    """
-    if PDL:
-        piece = program + tl.arange(0, THREADS) * programs
-        size = tl.where(piece < pieces, 2048, 0)
-        prefetch_l2(ptr.to(tl.int64) + piece.to(tl.int64) * 2048, size)
-
-
-def ahead_pieces(weight: Tensor | None, limit_bytes: int = 1 << 24) -> int:
-    """How many 2 KiB pieces of ``weight`` to prefetch: what a fraction of the L2 holds."""
-    return 0 if weight is None else min(weight.numel() * weight.itemsize, limit_bytes) // 2048

@@ -15,13 +15,11 @@ from torch import Tensor
 from infer.ops.triton_common import (
     LOG2E,
     MASKED,
-    ahead_pieces,
     await_predecessor,
     dot,
     dot_precision,
     launch_options,
     next_power_of_2,
-    prefetch_ahead,
     release_successor,
 )
 from infer.ops.triton_plan import DecodePlan
@@ -149,11 +147,11 @@ def _merge_chunks(
 
 
 @triton.jit
-def _dot_tile(
+def _add_tile(
     top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Count a tile into softmax states ``[ROWS]``, ``[ROWS, HALF]`` with tensor cores."""
+    """Count a tile into softmax states ``[ROWS]``, ``[ROWS, HALF]``."""
     s = dot(q_lo, tl.trans(k_lo), tl.zeros([q_lo.shape[0], k_lo.shape[0]], tl.float32), PRECISION)
     s = dot(q_hi, tl.trans(k_hi), s, PRECISION) * log_scale
     s = tl.where(valid[None, :], s, MASKED)
@@ -167,13 +165,13 @@ def _dot_tile(
 
 
 @triton.jit
-def _attend_dot(
+def _attend_chunk(
     q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, k_cache, v_cache, table, begin, low, end,
     head_offset, log_scale,
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go over a chunk with tensor cores. See ``DecodeConfig.stages``."""
+    """Go over a chunk in tiles. See ``DecodeConfig.stages``."""
     top = tl.full([ROWS], MASKED, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc_lo = tl.zeros([ROWS, HALF], tl.float32)
@@ -183,13 +181,13 @@ def _attend_dot(
             k_lo, k_hi, v_lo, v_hi, valid = _load_tile(
                 k_cache, v_cache, table, start, low, end, head_offset, TILE, BLOCK_SIZE, ROW, HALF
             )
-            top, total, acc_lo, acc_hi = _dot_tile(
+            top, total, acc_lo, acc_hi = _add_tile(
                 top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
                 PRECISION,
             )  # fmt: skip
     else:
         for start in range(begin, end, TILE):
-            top, total, acc_lo, acc_hi = _dot_tile(
+            top, total, acc_lo, acc_hi = _add_tile(
                 top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
                 PRECISION,
             )  # fmt: skip
@@ -198,96 +196,21 @@ def _attend_dot(
                 TILE, BLOCK_SIZE, ROW, HALF,
             )  # fmt: skip
     return top, total, acc_lo, acc_hi
-
-
-@triton.jit
-def _lanes_tile(
-    top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """Count a tile into the lanes' softmax states, tuples of ``[TILE]``, ``[TILE, HALF]``."""
-    new_top = ()
-    new_total = ()
-    new_lo = ()
-    new_hi = ()
-    for g in tl.static_range(GROUP):
-        product = q_lo[g] * k_lo.to(tl.float32) + q_hi[g] * k_hi.to(tl.float32)
-        s = tl.where(valid, tl.sum(product, axis=1) * log_scale, MASKED)
-        t = tl.maximum(top[g], s)
-        keep = tl.exp2(top[g] - t)
-        p = tl.where(valid, tl.exp2(s - t), 0.0)
-        new_top += (t,)
-        new_total += (total[g] * keep + p,)
-        new_lo += (acc_lo[g] * keep[:, None] + p[:, None] * v_lo.to(tl.float32),)
-        new_hi += (acc_hi[g] * keep[:, None] + p[:, None] * v_hi.to(tl.float32),)
-    return new_top, new_total, new_lo, new_hi
-
-
-@triton.jit
-def _attend_lanes(
-    q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, k_cache, v_cache, table, begin, low, end,
-    head_offset, log_scale,
-    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, HALF: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Go over a chunk with multiply-adds: every lane of the tile keeps a softmax of its own.
-
-    Nothing crosses warps inside the loop. ``q_lo`` and the results are tuples over query heads.
-    """
-    top = ()
-    total = ()
-    acc_lo = ()
-    acc_hi = ()
-    for _ in tl.static_range(GROUP):
-        top += (tl.full([TILE], MASKED, tl.float32),)
-        total += (tl.zeros([TILE], tl.float32),)
-        acc_lo += (tl.zeros([TILE, HALF], tl.float32),)
-        acc_hi += (tl.zeros([TILE, HALF], tl.float32),)
-    if STAGES >= 2:
-        for start in tl.range(begin, end, TILE, num_stages=STAGES):
-            k_lo, k_hi, v_lo, v_hi, valid = _load_tile(
-                k_cache, v_cache, table, start, low, end, head_offset, TILE, BLOCK_SIZE, ROW, HALF
-            )
-            top, total, acc_lo, acc_hi = _lanes_tile(
-                top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
-                GROUP,
-            )  # fmt: skip
-    else:
-        for start in range(begin, end, TILE):
-            next_k_lo, next_k_hi, next_v_lo, next_v_hi, next_valid = _load_tile(
-                k_cache, v_cache, table, start + TILE, low, end, head_offset,
-                TILE, BLOCK_SIZE, ROW, HALF,
-            )  # fmt: skip
-            top, total, acc_lo, acc_hi = _lanes_tile(
-                top, total, acc_lo, acc_hi, q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, log_scale,
-                GROUP,
-            )  # fmt: skip
-            k_lo, k_hi, v_lo, v_hi, valid = next_k_lo, next_k_hi, next_v_lo, next_v_hi, next_valid
-    return top, total, acc_lo, acc_hi
-
-
-@triton.jit
-def _meet_lanes(top, total, acc_lo, acc_hi):
-    """Combine the lanes' softmax states ``[TILE]``, ``[TILE, HALF]`` into one row's."""
-    best = tl.max(top, axis=0)
-    weight = tl.exp2(top - best)
-    lo = tl.sum(acc_lo * weight[:, None], axis=0)[None, :]
-    hi = tl.sum(acc_hi * weight[:, None], axis=0)[None, :]
-    one = tl.zeros([1], tl.float32)
-    return one + best, one + tl.sum(total * weight, axis=0), lo, hi
 
 
 @triton.jit
 def _decode_kernel(
     out_ptr, q_ptr, q_stride, k_cache, v_cache, q_norm, k_norm, cos_sin, slot_mapping,
     block_tables, table_stride, items, partial, maxima, sums, counters, eps, scale,
-    ahead, ahead_pieces,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, FUSED: tl.constexpr,
-    NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One item: a chunk of one sequence for one KV head and its query heads.
+
+    Programs without an item wait as well: a successor that starts too early takes memory bandwidth
+    from the chunks.
 
     FUSED takes raw q, k, v, normalises and rotates q and k, and writes the new position's K and V.
     """
@@ -332,9 +255,6 @@ def _decode_kernel(
             k_cache, v_cache, table, begin, low, last, head * DIM,
             TILE, BLOCK_SIZE, HEADS * DIM, HALF,
         )  # fmt: skip
-        prefetch_ahead(
-            ahead, ahead_pieces, item * HEADS + head, tl.num_programs(1) * HEADS, THREADS, PDL
-        )
         await_predecessor(PDL)
 
         # All loads first: what follows waits for one round trip.
@@ -346,30 +266,12 @@ def _decode_kernel(
             kv_row = q_ptr + token * q_stride + (HEADS * GROUP + head) * DIM
             nk_lo, nk_hi = _load_heads(kv_row, one, one == 0, HALF)
             nv_lo, nv_hi = _load_heads(kv_row + HEADS * DIM, one, one == 0, HALF)
-        if DOT:
-            rows = tl.arange(0, ROWS)
-            real = rows < GROUP
-            q_lo, q_hi = _load_heads(q_row, rows, real, HALF)
-            if FUSED:
-                q_lo, q_hi = _norm_rotate(q_lo, q_hi, qn_lo, qn_hi, cos, sin, eps, HALF, NORM)
-            q_lo, q_hi = q_lo.to(dtype), q_hi.to(dtype)
-        else:
-            q_los = ()
-            q_his = ()
-            for g in tl.static_range(GROUP):
-                lo, hi = _load_heads(q_row, one + g, one == 0, HALF)
-                q_los += (lo,)
-                q_his += (hi,)
-            if FUSED:
-                turned_lo = ()
-                turned_hi = ()
-                for g in tl.static_range(GROUP):
-                    lo, hi = _norm_rotate(
-                        q_los[g], q_his[g], qn_lo, qn_hi, cos, sin, eps, HALF, NORM
-                    )
-                    turned_lo += (lo,)
-                    turned_hi += (hi,)
-                q_los, q_his = turned_lo, turned_hi
+        rows = tl.arange(0, ROWS)
+        real = rows < GROUP
+        q_lo, q_hi = _load_heads(q_row, rows, real, HALF)
+        if FUSED:
+            q_lo, q_hi = _norm_rotate(q_lo, q_hi, qn_lo, qn_hi, cos, sin, eps, HALF, NORM)
+        q_lo, q_hi = q_lo.to(dtype), q_hi.to(dtype)
         if FUSED:
             nk_lo, nk_hi = _norm_rotate(nk_lo, nk_hi, kn_lo, kn_hi, cos, sin, eps, HALF, NORM)
             # As later steps will read it.
@@ -379,44 +281,22 @@ def _decode_kernel(
         alone = num_chunks == 1
         out_row = out_ptr + (token * HEADS + head) * GROUP * DIM
         cell0 = (item * HEADS + head) * GROUP
-        if DOT:
-            top, total, acc_lo, acc_hi = _attend_dot(
-                q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, k_cache, v_cache, table,
-                begin, low, end, head * DIM, log_scale,
-                TILE, BLOCK_SIZE, HEADS * DIM, HALF, ROWS, STAGES, PRECISION,
-            )  # fmt: skip
-            if FUSED:
-                if newest:
-                    top, total, acc_lo, acc_hi = _add_position(
-                        top, total, acc_lo, acc_hi, q_lo.to(tl.float32), q_hi.to(tl.float32),
-                        nk_lo, nk_hi, nv_lo, nv_hi, log_scale,
-                    )  # fmt: skip
-            _write_rows(
-                out_row, partial, maxima, sums, cell0, rows, real, alone,
-                top, total, acc_lo, acc_hi, HALF,
-            )  # fmt: skip
-        else:
-            tops, totals, accs_lo, accs_hi = _attend_lanes(
-                q_los, q_his, k_lo, k_hi, v_lo, v_hi, valid, k_cache, v_cache, table,
-                begin, low, end, head * DIM, log_scale,
-                TILE, BLOCK_SIZE, HEADS * DIM, HALF, GROUP, STAGES,
-            )  # fmt: skip
-            for g in tl.static_range(GROUP):
-                top, total, acc_lo, acc_hi = _meet_lanes(
-                    tops[g], totals[g], accs_lo[g], accs_hi[g]
-                )
-                if FUSED:
-                    if newest:
-                        top, total, acc_lo, acc_hi = _add_position(
-                            top, total, acc_lo, acc_hi, q_los[g], q_his[g],
-                            nk_lo, nk_hi, nv_lo, nv_hi, log_scale,
-                        )  # fmt: skip
-                _write_rows(
-                    out_row, partial, maxima, sums, cell0, one + g, one == 0, alone,
-                    top, total, acc_lo, acc_hi, HALF,
+        top, total, acc_lo, acc_hi = _attend_chunk(
+            q_lo, q_hi, k_lo, k_hi, v_lo, v_hi, valid, k_cache, v_cache, table,
+            begin, low, end, head * DIM, log_scale,
+            TILE, BLOCK_SIZE, HEADS * DIM, HALF, ROWS, STAGES, PRECISION,
+        )  # fmt: skip
+        if FUSED:  # noqa: SIM102 - one is a constant, the other is not
+            if newest:
+                top, total, acc_lo, acc_hi = _add_position(
+                    top, total, acc_lo, acc_hi, q_lo.to(tl.float32), q_hi.to(tl.float32),
+                    nk_lo, nk_hi, nv_lo, nv_hi, log_scale,
                 )  # fmt: skip
-
-        if FUSED:
+        _write_rows(
+            out_row, partial, maxima, sums, cell0, rows, real, alone,
+            top, total, acc_lo, acc_hi, HALF,
+        )  # fmt: skip
+        if FUSED:  # noqa: SIM102 - one is a constant, the other is not
             if newest:
                 cell = slot * HEADS * DIM + head * DIM + one[:, None] + halves[None, :]
                 tl.store(k_cache + cell, nk_lo.to(dtype))
@@ -435,9 +315,6 @@ def _decode_kernel(
                     out_row, partial, maxima, sums, first_cell, num_chunks, HEADS, GROUP, DIM, 16
                 )
     else:
-        prefetch_ahead(
-            ahead, ahead_pieces, item * HEADS + head, tl.num_programs(1) * HEADS, THREADS, PDL
-        )
         await_predecessor(PDL)
 
 
@@ -453,19 +330,17 @@ def decode_attention(
     scale: float,
     sliding_window: int | None = None,
     fused: FusedInput | None = None,
-    ahead: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Attend from one query position a sequence to its whole context; write ``out``.
 
     Args:
         out: ``[num_tokens, num_heads * head_dim]``, contiguous; only rows of the plan are written.
-        q: with ``fused`` raw projections ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``
-            (rows may be strided), else finished queries ``[num_tokens, num_heads * head_dim]`` whose
-            K and V are in the cache already.
+        q: with ``fused`` raw projections, ``[num_tokens, (num_heads + 2 * num_kv_heads) *
+            head_dim]`` (rows may be strided); else finished queries ``[num_tokens, num_heads *
+            head_dim]``, whose K and V are in the cache already.
         k_cache, v_cache: ``[num_blocks + 1, block_size, num_kv_heads, head_dim]``; written at
             ``slot_mapping`` with ``fused``.
-        ahead: weights that a later kernel needs, to be brought into the L2 meanwhile.
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     group = num_heads // num_kv_heads
@@ -480,9 +355,8 @@ def decode_attention(
         block_tables, block_tables.stride(0),
         plan.items, plan.partial, plan.maxima, plan.sums, plan.counters,
         0.0 if fused is None else fused.eps, scale,
-        unused if ahead is None else ahead, ahead_pieces(ahead),
         HEADS=num_kv_heads, GROUP=group, ROWS=max(next_power_of_2(group), 16),
         HALF=head_dim // 2, BLOCK_SIZE=block_size, TILE=config.tile, WINDOW=sliding_window or 0,
-        FUSED=fused is not None, NORM=norm, DOT=config.use_dot, PRECISION=dot_precision(q.dtype),
-        STAGES=config.stages, THREADS=config.num_warps * 32, PDL=pdl, num_warps=config.num_warps, **launch_options(pdl),
+        FUSED=fused is not None, NORM=norm, PRECISION=dot_precision(q.dtype),
+        STAGES=config.stages, PDL=pdl, num_warps=config.num_warps, **launch_options(pdl),
     )  # fmt: skip

@@ -24,8 +24,10 @@ from infer.ops.triton_common import (
     next_power_of_2,
     release_successor,
 )
-from infer.ops.triton_matrix import prefetch_rows
 from infer.ops.triton_noise import row_keys, sampling_score
+
+FUSED_ROWS = 96  # above, cuBLAS makes the logits: its tiles read x less often
+SCORE_TILE = 4096  # logits a program scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +56,7 @@ def _head_kernel(
     x_ptr, x_stride, w_ptr, best_ptr, id_ptr, sample_rows, positions, temperatures, seeds, choices,
     num_rows, first_id,
     SIZE_N: tl.constexpr, SIZE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits of normed rows and best of a tile. Row tiles of one weight tile run side by side."""
     release_successor(PDL)
@@ -65,8 +66,6 @@ def _head_kernel(
     k = tl.arange(0, BLOCK_K)
     mask_m = m < num_rows
     mask_n = n < SIZE_N
-    if tile < 512:  # about what runs at once; later tiles load when they start
-        prefetch_rows(w_ptr, tile * BLOCK_N, SIZE_N, 0, SIZE_K, BLOCK_N, SIZE_K, THREADS, PDL)
     param = tl.load(sample_rows + m, mask=mask_m, other=0)
     temperature = tl.load(temperatures + param, mask=mask_m, other=0.0)
     first, second = row_keys(
@@ -96,6 +95,33 @@ def _head_kernel(
     bad = tl.sum((mask_n[None, :] & (acc != acc)).to(tl.int32), axis=1) > 0
     tl.store(best_ptr + tile * num_rows + m, tl.where(bad, float("nan"), best), mask=mask_m)
     tl.store(id_ptr + tile * num_rows + m, tile * BLOCK_N + where + first_id, mask=mask_m)
+
+
+@triton.jit
+def _score_kernel(
+    logits_ptr, logits_stride, best_ptr, id_ptr, sample_rows, positions, temperatures, seeds,
+    choices, num_rows, first_id,
+    SIZE_N: tl.constexpr, BLOCK_N: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Best of a tile of one row of logits that are there already."""
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = n < SIZE_N
+    logit = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + n, mask=mask, other=0.0)
+    logit = logit.to(tl.float32)
+    param = tl.load(sample_rows + row)
+    first, second = row_keys(
+        tl.load(seeds + 2 * param), tl.load(seeds + 2 * param + 1),
+        tl.load(choices + param), tl.load(positions + row),
+    )  # fmt: skip
+    temperature = tl.load(temperatures + param)
+    score = sampling_score(logit, temperature, first, second, n + first_id, FAST)
+    score = tl.where(mask & (score == score), score, float("-inf"))
+    best, where = tl.max(score, axis=0, return_indices=True)
+    bad = tl.sum((mask & (logit != logit)).to(tl.int32), axis=0) > 0
+    tl.store(best_ptr + tile * num_rows + row, tl.where(bad, float("nan"), best))
+    tl.store(id_ptr + tile * num_rows + row, tile * BLOCK_N + where + first_id)
 
 
 @triton.jit
@@ -148,18 +174,30 @@ def sample_head(
     """
     rows, size_k = x.shape
     size_n = lm_head.shape[0]
+    fast = not interpreted()
+    separate = config is None and rows > FUSED_ROWS and x.dtype != torch.float32
     config = config or head_config(rows, x.dtype.itemsize * 8)
-    tiles = cdiv(size_n, config.block_n)
+    block_n = SCORE_TILE if separate else config.block_n
+    tiles = cdiv(size_n, block_n)
     best = torch.empty((tiles, rows), dtype=torch.float32, device=x.device)
     ids = torch.empty((tiles, rows), dtype=torch.int32, device=x.device)
-    _head_kernel[(cdiv(rows, config.block_m), tiles)](
-        x, x.stride(0), lm_head, best, ids, sample_rows, positions, params.temperature,
-        params.seed, params.choice, rows, vocab_offset,
-        SIZE_N=size_n, SIZE_K=size_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, PRECISION=dot_precision(x.dtype), FAST=not interpreted(),
-        THREADS=config.num_warps * 32, PDL=pdl, num_warps=config.num_warps,
-        num_stages=config.num_stages, **launch_options(pdl),
+    rest = (
+        best, ids, sample_rows, positions, params.temperature, params.seed, params.choice, rows,
+        vocab_offset,
     )  # fmt: skip
+    if separate:
+        logits = torch.nn.functional.linear(x, lm_head)
+        _score_kernel[(tiles, rows)](
+            logits, logits.stride(0), *rest,
+            SIZE_N=size_n, BLOCK_N=block_n, FAST=fast, num_warps=4,
+        )  # fmt: skip
+    else:
+        _head_kernel[(cdiv(rows, config.block_m), tiles)](
+            x, x.stride(0), lm_head, *rest,
+            SIZE_N=size_n, SIZE_K=size_k, BLOCK_M=config.block_m, BLOCK_N=block_n,
+            BLOCK_K=config.block_k, PRECISION=dot_precision(x.dtype), FAST=fast, PDL=pdl,
+            num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(pdl),
+        )  # fmt: skip
     sampled = Sampled(
         tokens=torch.empty(rows, dtype=torch.int32, device=x.device),
         scores=torch.empty(rows, dtype=torch.float32, device=x.device),

@@ -1,8 +1,7 @@
 """Projections of tens of rows: skinny matrix products, split over K where N alone is too little.
 
-A program first asks for its weights to enter the L2, while its predecessor still runs (Note
-[dependent launch]). A product split over K leaves float32 partial sums, which ``sum_norm`` adds in
-a fixed order together with the residual, ahead of the next RMSNorm.
+A product split over K leaves float32 partial sums, which ``sum_norm`` adds in a fixed order,
+together with the residual, before the next RMSNorm.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from infer.ops.triton_common import (
-    ahead_pieces,
     await_predecessor,
     cdiv,
     dot,
     dot_precision,
     launch_options,
     next_power_of_2,
-    prefetch_ahead,
-    prefetch_l2,
     release_successor,
 )
 
@@ -43,58 +39,33 @@ def matrix_config(
     rows: int, size_n: int, size_k: int, bits: int, *, swiglu: bool = False, parts: bool = False
 ) -> MatrixConfig:
     """The table of configurations by shape; ``parts`` where the product may be split over K."""
+    make = MatrixConfig
     block_m = max(16, min(64, next_power_of_2(rows)))
     if bits == 32:
-        return MatrixConfig(
-            block_m=16, block_n=16, block_k=32, split=1, num_warps=4, num_stages=1
+        return make(block_m=16, block_n=16, block_k=32, split=1, num_warps=4, num_stages=1)
+    if parts:
+        split = max(1, min(4, size_k // 256))
+        return make(
+            block_m=block_m, block_n=64, block_k=128, split=split, num_warps=4, num_stages=4
         )
-    block_n = 32 if swiglu or block_m == 16 else 64
-    return MatrixConfig(
-        block_m=block_m,
-        block_n=block_n,
-        block_k=128,
-        split=max(1, min(8, size_k // 256, 256 * block_n // size_n)) if parts else 1,
-        num_warps=4,
-        num_stages=3,
-    )
-
-
-@triton.jit
-def prefetch_rows(w_ptr, first_row, num_rows, first_k, SIZE_K: tl.constexpr, ROWS: tl.constexpr,
-                   SPAN: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Ask for ``[ROWS, SPAN]`` weights, a thread for a row."""
-    BYTES: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if PDL and SIZE_K % SPAN == 0 and SPAN * BYTES % 16 == 0:
-        index = tl.arange(0, THREADS)
-        row = first_row + index
-        size = tl.where((index < ROWS) & (row < num_rows), SPAN * BYTES, 0)
-        where = w_ptr + row.to(tl.int64) * SIZE_K + first_k
-        prefetch_l2(where.to(tl.int64), size)
+    if swiglu and block_m == 32:
+        return make(block_m=32, block_n=64, block_k=64, split=1, num_warps=4, num_stages=4)
+    stages = 6 if block_m < 64 and not swiglu else 4
+    return make(block_m=block_m, block_n=32, block_k=128, split=1, num_warps=4, num_stages=stages)
 
 
 @triton.jit
 def _matrix_kernel(
-    x_ptr, x_stride, w_ptr, bias_ptr, out_ptr, num_rows, ahead, ahead_pieces,
+    x_ptr, x_stride, w_ptr, bias_ptr, out_ptr, num_rows,
     SIZE_N: tl.constexpr, SIZE_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPAN: tl.constexpr, PARTIAL: tl.constexpr, SWIGLU: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of one part of K; PARTIAL stores float32 sums ``[part, rows, N]``."""
     release_successor(PDL)
     first_n = tl.program_id(0) * BLOCK_N
     part = tl.program_id(2)
     first_k = part * SPAN
-    if SWIGLU:
-        prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
-        prefetch_rows(
-            w_ptr, first_n + SIZE_N, 2 * SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL
-        )
-    else:
-        prefetch_rows(w_ptr, first_n, SIZE_N, first_k, SIZE_K, BLOCK_N, SPAN, THREADS, PDL)
-    programs = tl.num_programs(0) * tl.num_programs(2)
-    if tl.program_id(1) == 0:
-        program = tl.program_id(0) + part * tl.num_programs(0)
-        prefetch_ahead(ahead, ahead_pieces, program, programs, THREADS, PDL)
     await_predecessor(PDL)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = first_n + tl.arange(0, BLOCK_N)
@@ -139,7 +110,6 @@ def matrix_linear(
     *,
     bias: Tensor | None = None,
     swiglu: bool = False,
-    ahead: Tensor | None = None,
     config: MatrixConfig,
     pdl: bool = False,
 ) -> None:
@@ -147,7 +117,6 @@ def matrix_linear(
 
     ``x`` is ``[rows, K]``; ``weight`` ``[N, K]``, or with ``swiglu`` ``[2 N, K]``, gate rows first.
     ``out`` is ``[rows, N]``, or f32[split, rows, N]: then neither bias nor swiglu is possible.
-    ``ahead`` are weights that a later kernel needs, to be brought into the L2 meanwhile.
     """
     rows, size_k = x.shape
     size_n = weight.shape[0] // 2 if swiglu else weight.shape[0]
@@ -157,10 +126,9 @@ def matrix_linear(
     grid = (cdiv(size_n, config.block_n), cdiv(rows, config.block_m), config.split)
     _matrix_kernel[grid](
         x, x.stride(0), weight, weight if bias is None else bias, out, rows,
-        weight if ahead is None else ahead, ahead_pieces(ahead),
         SIZE_N=size_n, SIZE_K=size_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k, SPAN=span, PARTIAL=partial, SWIGLU=swiglu, BIAS=bias is not None,
-        PRECISION=dot_precision(x.dtype), THREADS=config.num_warps * 32, PDL=pdl,
+        PRECISION=dot_precision(x.dtype), PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(pdl),
     )  # fmt: skip
 

@@ -23,7 +23,6 @@ FIELDS = 8  # i32 numbers of an item; see _plan_kernel
 class DecodeConfig:
     """How decode attention divides its work. A fixed choice a batch size, never tuned at start."""
 
-    use_dot: bool  # tensor cores, or multiply-adds (up to about four query heads a KV head)
     tile: int  # context positions a program loads at once
     num_warps: int
     stages: int  # below 2: the first tile is loaded ahead of the predecessor's end; else this many
@@ -35,19 +34,25 @@ class DecodeConfig:
         return num_seqs + self.chunks
 
 
-def decode_config(num_seqs: int, num_heads: int, num_kv_heads: int, bits: int) -> DecodeConfig:
-    """The table of configurations."""
-    use_dot = num_heads // num_kv_heads > 2
+def decode_config(num_seqs: int, bits: int) -> DecodeConfig:
+    """The table of configurations, by the bits of a number and the batch."""
+    make = DecodeConfig
     if bits == 32:
-        return DecodeConfig(use_dot=use_dot, tile=16, num_warps=4, stages=1, min_chunk=128, chunks=64)
-    if num_seqs <= 8:
-        return DecodeConfig(use_dot=True, tile=32, num_warps=4, stages=1, min_chunk=64, chunks=32)
-    return DecodeConfig(use_dot=True, tile=32, num_warps=4, stages=1, min_chunk=256, chunks=128)
+        return make(tile=16, num_warps=4, stages=1, min_chunk=128, chunks=64)
+    if num_seqs <= 4:
+        return make(tile=64, num_warps=4, stages=1, min_chunk=64, chunks=32)
+    if num_seqs <= 16:
+        return make(tile=128, num_warps=8, stages=1, min_chunk=256, chunks=32)
+    if num_seqs <= 48:
+        return make(tile=64, num_warps=4, stages=1, min_chunk=256, chunks=128)
+    if num_seqs <= 96:
+        return make(tile=64, num_warps=4, stages=3, min_chunk=256, chunks=128)
+    return make(tile=16, num_warps=1, stages=5, min_chunk=256, chunks=128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """One step's division of work, and the buffers in which chunks meet. Made by ``plan_decode``."""
+    """One step's division of work and the buffers in which chunks meet; by ``plan_decode``."""
 
     config: DecodeConfig
     items: Tensor  # i32[max_items, FIELDS]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,15 +33,13 @@ class PrefillConfig:
     num_stages: int
 
 
-def prefill_config(head_dim: int, bits: int, max_seqlen_q: int) -> PrefillConfig:
+def prefill_config(head_dim: int, bits: int) -> PrefillConfig:
     """The table of configurations."""
     if bits == 32:
         return PrefillConfig(rows=16, tile=32, num_warps=4, num_stages=1)
     if head_dim > 128:
         return PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=2)
-    if max_seqlen_q <= 64:
-        return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
-    return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3)
+    return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Projections of a few more rows than one: like ``triton_vector``, with tensor cores.
 
 All of a program's weights are in registers before its predecessor has finished; x is padded to 16
-or 32 rows. Every warp multiplies a part of K of its own, so that no long chain of sums holds the result
+rows. Every warp multiplies a part of K of its own, so that no long chain of sums holds the result
 up; the parts are added at the end, in a fixed order.
 """
 
@@ -14,17 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from infer.ops.triton_common import (
-    ahead_pieces,
     await_predecessor,
     cdiv,
     dot,
     dot_precision,
     launch_options,
-    prefetch_ahead,
     release_successor,
 )
 
-MAX_ROWS = 32
+MAX_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +38,11 @@ def rows_config(size_n: int, size_k: int, swiglu: bool, bits: int) -> RowsConfig
     """The table of configurations."""
     if bits == 32:
         return RowsConfig(block_n=16, part_k=32, num_warps=4)
-    if size_n <= 2048:
-        return RowsConfig(block_n=8, part_k=128, num_warps=8)
-    return RowsConfig(block_n=8 if swiglu else 16, part_k=256, num_warps=4)
+    if size_n > 2048:
+        return RowsConfig(block_n=8 if swiglu else 16, part_k=256, num_warps=4)
+    if size_k > 2048:
+        return RowsConfig(block_n=16, part_k=128, num_warps=8)
+    return RowsConfig(block_n=8, part_k=256, num_warps=4)
 
 
 @triton.jit
@@ -66,11 +66,11 @@ def _load_parts(ptr, rows, mask_rows, stride, SIZE_K: tl.constexpr, PARTS: tl.co
 @triton.jit
 def _rows_kernel(
     x_ptr, x_stride, w_ptr, bias_ptr, norm_ptr, residual_ptr, residual_stride, out_ptr,
-    num_rows, eps, ahead, ahead_pieces,
+    num_rows, eps,
     SIZE_N: tl.constexpr, SIZE_K: tl.constexpr, BLOCK_N: tl.constexpr, PART_K: tl.constexpr,
     PARTS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
     SWIGLU: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program's weight rows times all rows of x; the epilogue in float32."""
     release_successor(PDL)
@@ -89,7 +89,6 @@ def _rows_kernel(
         bias = tl.load(bias_ptr + n, mask=mask_n, other=0.0).to(tl.float32)
         if SWIGLU:
             up_bias = tl.load(bias_ptr + SIZE_N + n, mask=mask_n, other=0.0).to(tl.float32)
-    prefetch_ahead(ahead, ahead_pieces, tl.program_id(0), tl.num_programs(0), THREADS, PDL)
     await_predecessor(PDL)
     mask = mask_m[:, None] & mask_n[None, :]
     xs = _load_parts(x_ptr, m, mask_m, x_stride, SIZE_K, PARTS, PART_K, CHUNKS)
@@ -136,7 +135,6 @@ def rows_linear(
     eps: float = 0.0,
     swiglu: bool = False,
     residual: Tensor | None = None,
-    ahead: Tensor | None = None,
     config: RowsConfig | None = None,
     pdl: bool = False,
 ) -> None:
@@ -148,9 +146,10 @@ def rows_linear(
     _rows_kernel[(cdiv(size_n, config.block_n),)](
         x, x.stride(0), weight, weight if bias is None else bias, weight if norm is None else norm,
         x if residual is None else residual, 0 if residual is None else residual.stride(0), out,
-        rows, eps, weight if ahead is None else ahead, ahead_pieces(ahead),
+        rows, eps,
         SIZE_N=size_n, SIZE_K=size_k, BLOCK_N=config.block_n, PART_K=config.part_k,
-        PARTS=config.num_warps, CHUNKS=cdiv(size_k, chunk), ROWS=16 if rows <= 16 else 32, NORM=norm is not None, SWIGLU=swiglu,
-        BIAS=bias is not None, RESIDUAL=residual is not None, PRECISION=dot_precision(x.dtype),
-        THREADS=config.num_warps * 32, PDL=pdl, num_warps=config.num_warps, **launch_options(pdl),
+        PARTS=config.num_warps, CHUNKS=cdiv(size_k, chunk), ROWS=MAX_ROWS,
+        NORM=norm is not None, SWIGLU=swiglu, BIAS=bias is not None,
+        RESIDUAL=residual is not None, PRECISION=dot_precision(x.dtype),
+        PDL=pdl, num_warps=config.num_warps, **launch_options(pdl),
     )  # fmt: skip

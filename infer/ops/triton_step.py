@@ -24,8 +24,10 @@ from infer.ops.triton_rows import rows_linear
 from infer.ops.triton_vector import vector_linear
 from infer.weights import LayerWeights, Weights
 
-FEW_ROWS = 16  # up to so many rows a layer is five kernels
-MATRIX_ROWS = 128  # up to so many rows our own matrix products are used, above cuBLAS
+FEW_ROWS = 8  # up to so many rows a layer is five kernels
+FEW_COLUMNS = 3072  # up to so many columns: registers hold x and a program's weights
+SWIGLU_ROWS = 64  # above, cuBLAS makes gate and up
+MATRIX_ROWS = 128  # above, cuBLAS makes all projections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +54,14 @@ class DecodeBuffers:
 
 
 def decode_buffers(hidden: Tensor, w: LayerWeights, shape: LayerShape) -> DecodeBuffers:
-    """Allocate the activations for the embedded tokens ``hidden``, which the step overwrites."""
+    """Allocate the activations, ``hidden`` with a copy of the embedded tokens.
+
+    Call it after ``plan_decode``: the copy is the ordinary launch that Note [dependent launch] asks
+    for between what the chain reads early and the chain.
+    """
     rows = hidden.shape[0]
     return DecodeBuffers(
-        hidden=hidden,
+        hidden=hidden.clone(),
         normed=torch.empty_like(hidden),
         qkv=hidden.new_empty(rows, w.qkv.shape[0]),
         attended=hidden.new_empty(rows, shape.num_heads * shape.head_dim),
@@ -63,57 +69,53 @@ def decode_buffers(hidden: Tensor, w: LayerWeights, shape: LayerShape) -> Decode
     )
 
 
-def decode_layers(weights: Weights, kv_k: tuple[Tensor, ...], kv_v: tuple[Tensor, ...],
-                  b: DecodeBuffers, step: DecodeInputs) -> None:  # fmt: skip
-    """Run all layers: ``b.hidden`` becomes the residual stream after the last one, ``b.normed`` its
-    final RMSNorm. Writes the new position's K and V of every sequence.
-    """
-    eps, pdl = step.shape.eps, step.pdl
-    layers = weights.layers
-    nexts = (*layers[1:], None)
-    if is_few(b):
-        for w, following, k, v in zip(layers, nexts, kv_k, kv_v, strict=True):
-            few_layer(w, following, k, v, b, step)
-        sum_norm(b.hidden, weights.norm, b.normed, b.hidden, residual=None, eps=eps, pdl=pdl)
-        return
-    sum_norm(b.hidden, layers[0].input_norm, b.normed, b.hidden, residual=None, eps=eps, pdl=pdl)
-    for w, following, k, v in zip(layers, nexts, kv_k, kv_v, strict=True):
-        norm = weights.norm if following is None else following.input_norm
-        many_layer(w, following, norm, k, v, b, step)
-
-
-def few_layer(
-    w: LayerWeights,
-    following: LayerWeights | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
+def decode_layers(
+    weights: Weights,
+    kv_k: tuple[Tensor, ...],
+    kv_v: tuple[Tensor, ...],
     b: DecodeBuffers,
     step: DecodeInputs,
 ) -> None:
-    """One layer in five kernels; updates ``b.hidden``.
+    """Run all layers; write the new position's K and V of every sequence.
 
-    Each kernel brings in the weights of the one after its successor, so that the memory is never
-    idle while a kernel waits for the one before it.
+    ``b.hidden`` becomes the residual stream after the last layer, ``b.normed`` its final RMSNorm.
     """
+    eps, pdl, layers = step.shape.eps, step.pdl, weights.layers
+    if is_few(b):
+        for w, k, v in zip(layers, kv_k, kv_v, strict=True):
+            few_layer(w, k, v, b, step)
+        sum_norm(b.hidden, weights.norm, b.normed, b.hidden, residual=None, eps=eps, pdl=pdl)
+        return
+    sum_norm(b.hidden, layers[0].input_norm, b.normed, b.hidden, residual=None, eps=eps, pdl=pdl)
+    next_norms = (*(w.input_norm for w in layers[1:]), weights.norm)
+    for w, next_norm, k, v in zip(layers, next_norms, kv_k, kv_v, strict=True):
+        many_layer(w, next_norm, k, v, b, step)
+
+
+def few_layer(
+    w: LayerWeights, k_cache: Tensor, v_cache: Tensor, b: DecodeBuffers, step: DecodeInputs
+) -> None:
+    """One layer in five kernels; updates ``b.hidden``."""
     eps, pdl = step.shape.eps, step.pdl
     linear = vector_linear if b.hidden.shape[0] == 1 else rows_linear
-    linear(
-        b.hidden, w.qkv, b.qkv, bias=w.qkv_bias, norm=w.input_norm, eps=eps, ahead=w.o, pdl=pdl
-    )
+    linear(b.hidden, w.qkv, b.qkv, bias=w.qkv_bias, norm=w.input_norm, eps=eps, pdl=pdl)
     attend(w, k_cache, v_cache, b, step)
+    linear(b.attended, w.o, b.hidden, bias=w.o_bias, residual=b.hidden, pdl=pdl)
     linear(
-        b.attended, w.o, b.hidden, bias=w.o_bias, residual=b.hidden, ahead=w.down, pdl=pdl
+        b.hidden,
+        w.gate_up,
+        b.activated,
+        bias=w.gate_up_bias,
+        norm=w.post_norm,
+        eps=eps,
+        swiglu=True,
+        pdl=pdl,
     )
-    linear(
-        b.hidden, w.gate_up, b.activated, bias=w.gate_up_bias, norm=w.post_norm, eps=eps,
-        swiglu=True, ahead=None if following is None else following.qkv, pdl=pdl,
-    )  # fmt: skip
     linear(b.activated, w.down, b.hidden, bias=w.down_bias, residual=b.hidden, pdl=pdl)
 
 
 def many_layer(
     w: LayerWeights,
-    following: LayerWeights | None,
     next_norm: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -121,18 +123,24 @@ def many_layer(
     step: DecodeInputs,
 ) -> None:
     """One layer from ``b.normed`` to the next layer's (or the final) norm, ``b.normed`` again."""
-    eps, pdl = step.shape.eps, step.pdl
-    project(b.normed, w.qkv, w.qkv_bias, b.qkv, pdl)
+
+    def add_and_norm(parts: Tensor, bias: Tensor | None, norm: Tensor) -> None:
+        sum_norm(
+            parts,
+            norm,
+            b.normed,
+            b.hidden,
+            residual=b.hidden,
+            bias=bias,
+            eps=step.shape.eps,
+            pdl=step.pdl,
+        )
+
+    project(b.normed, w.qkv, w.qkv_bias, b.qkv, step.pdl)
     attend(w, k_cache, v_cache, b, step)
-    sum_norm(
-        _parts(b.attended, w.o, w.gate_up, pdl), w.post_norm, b.normed, b.hidden,
-        residual=b.hidden, bias=w.o_bias, eps=eps, pdl=pdl,
-    )  # fmt: skip
-    swiglu(b.normed, w, b.activated, pdl)
-    sum_norm(
-        _parts(b.activated, w.down, None if following is None else following.qkv, pdl),
-        next_norm, b.normed, b.hidden, residual=b.hidden, bias=w.down_bias, eps=eps, pdl=pdl,
-    )  # fmt: skip
+    add_and_norm(_parts(b.attended, w.o, step.pdl), w.o_bias, w.post_norm)
+    swiglu(b.normed, w, b.activated, step.pdl)
+    add_and_norm(_parts(b.activated, w.down, step.pdl), w.down_bias, next_norm)
 
 
 def decode_sample(
@@ -144,9 +152,7 @@ def decode_sample(
     params: SamplingRows,
 ) -> Sampled:
     """Sample the next token of every row after ``decode_layers``; rows that truncate excluded."""
-    return sample_head(
-        b.normed, weights.lm_head, sample_rows, positions, params, pdl=step.pdl
-    )
+    return sample_head(b.normed, weights.lm_head, sample_rows, positions, params, pdl=step.pdl)
 
 
 def uses_dependent_launch(device: torch.device) -> bool:
@@ -166,13 +172,16 @@ def attend(
             q_norm=w.q_norm, k_norm=w.k_norm, cos_sin=step.cos_sin,
             slot_mapping=step.slot_mapping, eps=shape.eps,
         ),
-        ahead=w.gate_up if b.hidden.shape[0] <= FEW_ROWS else None, pdl=step.pdl,
+        pdl=step.pdl,
     )  # fmt: skip
 
 
 def is_few(b: DecodeBuffers) -> bool:
-    """Whether projections can hold all of x, so that norms and sums need no kernels of their own."""
-    return b.hidden.shape[0] <= FEW_ROWS
+    """Whether projections can hold all of x, so that norm and sum need no kernel of their own."""
+    if b.hidden.shape[0] == 1:
+        return True
+    widest = max(x.shape[1] for x in (b.hidden, b.attended, b.activated))
+    return b.hidden.shape[0] <= FEW_ROWS and widest <= FEW_COLUMNS
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bool) -> None:
@@ -190,16 +199,14 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bo
 def swiglu(x: Tensor, w: LayerWeights, out: Tensor, pdl: bool) -> None:
     """Write SwiGLU of the gate and up projections of ``x``."""
     rows, size_k = x.shape
-    if rows > MATRIX_ROWS:
+    if rows > SWIGLU_ROWS:
         silu_mul(F.linear(x, w.gate_up, w.gate_up_bias), out=out)
         return
     config = matrix_config(rows, out.shape[1], size_k, x.dtype.itemsize * 8, swiglu=True)
-    matrix_linear(
-        x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, ahead=w.down, config=config, pdl=pdl
-    )
+    matrix_linear(x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, config=config, pdl=pdl)
 
 
-def _parts(x: Tensor, weight: Tensor, ahead: Tensor | None, pdl: bool) -> Tensor:
+def _parts(x: Tensor, weight: Tensor, pdl: bool) -> Tensor:
     """``x @ weight.T`` without bias, whole or in parts, for ``sum_norm``."""
     rows, size_k = x.shape
     if rows > MATRIX_ROWS:
@@ -208,5 +215,5 @@ def _parts(x: Tensor, weight: Tensor, ahead: Tensor | None, pdl: bool) -> Tensor
     config = matrix_config(rows, size_n, size_k, x.dtype.itemsize * 8, parts=True)
     shape = (config.split, rows, size_n)
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
-    matrix_linear(x, weight, parts, ahead=ahead, config=config, pdl=pdl)
+    matrix_linear(x, weight, parts, config=config, pdl=pdl)
     return parts

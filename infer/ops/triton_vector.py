@@ -1,4 +1,4 @@
-"""Projections of a few rows: matrix times vector at memory speed, with norm and epilogue fused.
+"""Projections of one row: matrix times vector at memory speed, with norm and epilogue fused.
 
 A program holds a few weight rows over all of K in registers, loaded before its predecessor has
 finished (Note [dependent launch]), then multiplies them with every row of the batch.
@@ -13,16 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from infer.ops.triton_common import (
-    ahead_pieces,
     await_predecessor,
     cdiv,
     launch_options,
     next_power_of_2,
-    prefetch_ahead,
     release_successor,
 )
-
-MAX_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +31,13 @@ class VectorConfig:
 
 
 def vector_config(size_n: int, size_k: int, swiglu: bool = False) -> VectorConfig:
-    """The table: about 32 KiB of weights a program, and two programs a multiprocessor."""
+    """The table: 8 to 16 KiB of weights a program, so that two kernels fit side by side."""
     block_k = min(1024, next_power_of_2(size_k))
-    rows = max(1, 16384 // (next_power_of_2(size_k) * (2 if swiglu else 1)))
-    if size_n <= 2048:
-        rows = min(rows, 4)
+    rows = max(1, 8192 // next_power_of_2(size_k))
+    if swiglu:
+        rows = max(1, rows // 2)
+    elif size_n <= 2048:
+        rows = min(rows, 2)
     return VectorConfig(block_n=rows, block_k=block_k, num_warps=4)
 
 
@@ -70,10 +68,10 @@ def load_row(ptr, SIZE_K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.conste
 @triton.jit
 def _vector_kernel(
     x_ptr, x_stride, w_ptr, bias_ptr, norm_ptr, residual_ptr, residual_stride, out_ptr,
-    num_rows, eps, ahead, ahead_pieces,
+    num_rows, eps,
     SIZE_N: tl.constexpr, SIZE_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     CHUNKS: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program's weight rows times every row of x; the epilogue in float32."""
     release_successor(PDL)
@@ -84,7 +82,6 @@ def _vector_kernel(
         ups = load_weights(w_ptr, n + SIZE_N, mask_n, SIZE_K, BLOCK_K, CHUNKS)
     if NORM:
         norms = load_row(norm_ptr, SIZE_K, BLOCK_K, CHUNKS)
-    prefetch_ahead(ahead, ahead_pieces, tl.program_id(0), tl.num_programs(0), THREADS, PDL)
     await_predecessor(PDL)
     x = load_row(x_ptr, SIZE_K, BLOCK_K, CHUNKS)
     for row in range(num_rows):
@@ -132,15 +129,13 @@ def vector_linear(
     eps: float = 0.0,
     swiglu: bool = False,
     residual: Tensor | None = None,
-    ahead: Tensor | None = None,
     config: VectorConfig | None = None,
     pdl: bool = False,
 ) -> None:
     """Write ``out = epilogue(rms_norm(x) @ weight.T + bias) [+ residual]``, all in float32 inside.
 
-    ``x`` is ``[rows, K]``, at most ``MAX_ROWS`` of them; ``weight`` ``[N, K]``, or with ``swiglu``
-    ``[2 N, K]`` with gate rows first; ``out`` and ``residual`` ``[rows, N]``, and may be one tensor.
-    ``ahead`` are weights that a later kernel needs, to be brought into the L2 meanwhile.
+    ``x`` is ``[rows, K]``, few of them; ``weight`` is ``[N, K]``, or with ``swiglu`` ``[2 N, K]``,
+    gate rows first; ``out`` and ``residual`` are ``[rows, N]``, and may be one tensor.
     """
     rows, size_k = x.shape
     size_n = weight.shape[0] // 2 if swiglu else weight.shape[0]
@@ -148,8 +143,9 @@ def vector_linear(
     _vector_kernel[(cdiv(size_n, config.block_n),)](
         x, x.stride(0), weight, weight if bias is None else bias, weight if norm is None else norm,
         x if residual is None else residual, 0 if residual is None else residual.stride(0), out,
-        rows, eps, weight if ahead is None else ahead, ahead_pieces(ahead),
+        rows, eps,
         SIZE_N=size_n, SIZE_K=size_k, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        CHUNKS=cdiv(size_k, config.block_k), NORM=norm is not None, SWIGLU=swiglu, BIAS=bias is not None,
-        RESIDUAL=residual is not None, THREADS=config.num_warps * 32, PDL=pdl, num_warps=config.num_warps, **launch_options(pdl),
+        CHUNKS=cdiv(size_k, config.block_k), NORM=norm is not None, SWIGLU=swiglu,
+        BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl,
+        num_warps=config.num_warps, **launch_options(pdl),
     )  # fmt: skip

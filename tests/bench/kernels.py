@@ -97,7 +97,7 @@ def make_case(
     blocks = torch.randperm(batch * per_seq, device=device).to(torch.int32).view(batch, per_seq)
     context_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
     rows = torch.arange(batch, dtype=torch.int32, device=device)
-    config = config or triton_plan.decode_config(batch, SHAPE.num_heads, SHAPE.num_kv_heads, 16)
+    config = config or triton_plan.decode_config(batch, 16)
     plan = plan_for(rows, context_lens, config)
     position = context - 1
     step = triton_step.DecodeInputs(
@@ -128,8 +128,8 @@ def plan_for(
 
 def run_step(case: Case, start: Tensor) -> None:
     """Everything from embedded tokens to sampled tokens."""
-    case.buffers.hidden.copy_(start)
     plan_for(case.seq_rows, case.context_lens, case.step.plan.config)
+    case.buffers.hidden.copy_(start)
     triton_step.decode_layers(case.weights, case.k, case.v, case.buffers, case.step)
     sample(case)
 
@@ -182,10 +182,8 @@ def measure_decode(
 ) -> list[Timing]:
     """Time one batch's step, and its parts."""
     case = make_case(weights, batch, context, block_size)
-    weight_bytes = sum(
-        2.0 * t.numel()
-        for t in [weights.lm_head, *(x for w in weights.layers for x in (w.qkv, w.o, w.gate_up, w.down))]
-    )  # fmt: skip
+    matrices = [x for w in weights.layers for x in (w.qkv, w.o, w.gate_up, w.down)]
+    weight_bytes = sum(2.0 * t.numel() for t in (weights.lm_head, *matrices))
     kv_bytes = LAYERS * 4.0 * SHAPE.num_kv_heads * SHAPE.head_dim * batch * context
     start = case.buffers.hidden.clone()
     us = time_graph(lambda: run_step(case, start))
@@ -208,7 +206,7 @@ def measure_prefill(count: int, length: int, block_size: int, device: torch.devi
     tables = ints(torch.randperm(count * per_seq)).view(count, per_seq)
     rows, starts = ints(torch.arange(count)), ints(torch.arange(count + 1) * length)
     lens = ints(torch.full((count,), length))
-    config = triton_prefill.prefill_config(SHAPE.head_dim, 16, length)
+    config = triton_prefill.prefill_config(SHAPE.head_dim, 16)
     us = time_graph(
         lambda: triton_prefill.prefill_attention(
             out, q, k, v, seq_rows=rows, cu_seqlens_q=starts, context_lens=lens,
@@ -220,7 +218,9 @@ def measure_prefill(count: int, length: int, block_size: int, device: torch.devi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--contexts", type=numbers, default=[192])

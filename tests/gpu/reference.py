@@ -71,7 +71,7 @@ def make_pages(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention of the last ``len(q)`` positions, float32: q [n, heads, dim], k, v [m, ..]."""
+    """Causal float32 attention of the last n positions: q [n, heads, dim], k and v [m, ..]."""
     n, heads, dim = q.shape
     m, kv_heads, _ = k.shape
     k = k.repeat_interleave(heads // kv_heads, dim=1)

@@ -50,7 +50,7 @@ def _run(
             ks, vs = torch.cat((ks, k[s : s + 1])), torch.cat((vs, v[s : s + 1]))
         expected.append(reference.attend(q[s : s + 1], ks, vs, window))
     slots = torch.stack([pages.slots(s, n - 1, n)[0] for s, n in enumerate(lens)])
-    config = config or triton_plan.decode_config(num_seqs, heads, kv_heads, dtype.itemsize * 8)
+    config = config or triton_plan.decode_config(num_seqs, dtype.itemsize * 8)
     plan = triton_plan.plan_decode(
         pages.seq_rows, context_lens, config=config, num_heads=heads, num_kv_heads=kv_heads,
         head_dim=head_dim, sliding_window=window,
@@ -88,23 +88,21 @@ def test_groups_and_block_boundaries(device, dtype, group, head_dim, fused):
         assert torch.equal(flat(pages.v).float(), new_kv[1])
 
 
-@pytest.mark.parametrize("use_dot", [False, True])
+@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("window", [None, 1, 20, 64])
 @pytest.mark.parametrize("fused", [False, True])
-def test_chunks_of_unequal_sequences(device, use_dot, window, fused):
-    config = triton_plan.DecodeConfig(
-        use_dot=use_dot, tile=16, num_warps=4, stages=1 + use_dot, min_chunk=16, chunks=6
-    )
+def test_chunks_of_unequal_sequences(device, stages, window, fused):
+    config = triton_plan.DecodeConfig(tile=16, num_warps=4, stages=stages, min_chunk=16, chunks=6)
     lens = [7, 130, 1, 64, 65]
     outs, expected, *_ = _run(
         device, lens, 2, 2, 64, 32, torch.float32,
-        fused=fused, norm=not use_dot, window=window, config=config,
+        fused=fused, norm=stages == 1, window=window, config=config,
     )  # fmt: skip
     assert reference.relative_error(outs[0].view_as(expected), expected) < 2e-6
 
 
 def test_a_sequence_alone_takes_many_chunks(device):
-    config = replace(triton_plan.decode_config(1, 4, 2, 16), min_chunk=32, chunks=8)
+    config = replace(triton_plan.decode_config(1, 16), min_chunk=32, chunks=8)
     for length in (31, 32, 33, 255, 256, 257):
         outs, expected, *_ = _run(
             device, [length], 2, 2, 64, 16, torch.bfloat16, fused=True, config=config
@@ -115,11 +113,11 @@ def test_a_sequence_alone_takes_many_chunks(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
-@pytest.mark.parametrize("use_dot", [False, True])
-def test_real_sizes_are_right_and_stable(device, dtype, block_size, use_dot):
+@pytest.mark.parametrize("like", [1, 8, 32, 64, 256])
+def test_real_sizes_are_right_and_stable(device, dtype, block_size, like):
+    """Every configuration of the table, whatever the batch it is meant for."""
+    config = triton_plan.decode_config(like, dtype.itemsize * 8)
     for lens in ([32768], [100, 4097, 1, 255, 256, 257, 8000], [128 + i for i in range(64)]):
-        config = triton_plan.decode_config(len(lens), 16, 8, dtype.itemsize * 8)
-        config = replace(config, use_dot=use_dot)
         outs, expected, *_ = _run(
             device, lens, 2, 8, 128, block_size, dtype, fused=True, repeat=10, config=config
         )

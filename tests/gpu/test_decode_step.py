@@ -47,7 +47,9 @@ def test_few_rows(device, dtype, rows, size_n, size_k, linear):
 
 
 @DTYPES
-@pytest.mark.parametrize(("rows", "size_n", "size_k"), [(9, 96, 576), (33, 80, 1024), (70, 64, 512)])
+@pytest.mark.parametrize(
+    ("rows", "size_n", "size_k"), [(9, 96, 576), (33, 80, 1024), (70, 64, 512)]
+)
 def test_matrix_linear(device, dtype, rows, size_n, size_k):
     generator = torch.Generator().manual_seed(rows)
     make = lambda *s: torch.randn(s, generator=generator).to(dtype).to(device)  # noqa: E731
@@ -70,8 +72,9 @@ def test_matrix_linear(device, dtype, rows, size_n, size_k):
         )
         expected = residual.float() + x.float() @ weight[:size_n].float().T + bias[:size_n].float()
         assert reference.relative_error(total, expected) < TOLERANCE[dtype]
-        assert reference.relative_error(out, reference.rms_norm(expected, norm, EPS)) < (
-            TOLERANCE[dtype]
+        assert (
+            reference.relative_error(out, reference.rms_norm(expected, norm, EPS))
+            < (TOLERANCE[dtype])
         )
 
 
@@ -100,9 +103,7 @@ def test_sample_head_draws_what_the_sampler_draws(device, rows):
     sample_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(torch.int32).to(device)
     positions = torch.randint(0, 1 << 20, (rows,), generator=generator).to(torch.int32).to(device)
     normed = reference.rms_norm(x, norm, EPS)
-    got = sample_head(
-        normed, head, sample_rows, positions, table, vocab_offset=5
-    )
+    got = sample_head(normed, head, sample_rows, positions, table, vocab_offset=5)
     expected = sample(
         (normed @ head.T).cpu(), torch.arange(rows), positions.cpu(),
         _cpu(table).select(sample_rows.cpu()), SampleFlags(), vocab_offset=5,
@@ -196,9 +197,9 @@ def _naive_layer(w, x, k, v, cos_sin, shape, n):
 
 @DTYPES
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 17, 130])
+@pytest.mark.parametrize("rows", [1, 3, 9, 130])
 def test_layers(device, dtype, bias, rows):
-    if rows > 17 and device.type == "cpu":
+    if rows > 9 and device.type == "cpu":
         pytest.skip("cuBLAS, and slow")
     generator = torch.Generator().manual_seed(8)
     shape = LayerShape(4, 2, 64, EPS, None)
@@ -221,7 +222,7 @@ def test_layers(device, dtype, bias, rows):
             row = _naive_layer(w, row, p.dense_k[s], p.dense_v[s], cos_sin, shape, n - 1)
         expected.append(row)
     context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    config = triton_plan.decode_config(rows, 4, 2, dtype.itemsize * 8)
+    config = triton_plan.decode_config(rows, dtype.itemsize * 8)
     plan = triton_plan.plan_decode(
         pages[0].seq_rows, context_lens, config=config, num_heads=4, num_kv_heads=2, head_dim=64
     )

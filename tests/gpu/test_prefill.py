@@ -28,9 +28,7 @@ def _prefill(device, queries, contexts, group, kv_heads, head_dim, block_size, d
             for part, k, v in zip(q.split(queries), pages.dense_k, pages.dense_v, strict=True)
         ]
     )
-    options.setdefault(
-        "config", triton_prefill.prefill_config(head_dim, dtype.itemsize * 8, max(queries))
-    )
+    options.setdefault("config", triton_prefill.prefill_config(head_dim, dtype.itemsize * 8))
     outs = []
     for _ in range(repeat):
         out = torch.full_like(q, float("nan"))
