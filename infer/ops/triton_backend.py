@@ -134,7 +134,7 @@ class TritonDecode:
         shape: LayerShape,
         tp: TP,
     ) -> tuple[DecodeBuffers, DecodeInputs]:
-        """Run all layers over the embedded tokens, which are overwritten."""
+        """Run all layers over the embedded tokens."""
         step = DecodeInputs(
             plan=_plan(meta, hidden.dtype.itemsize * 8, shape),
             block_tables=meta.block_tables,
