@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,9 @@ async def serve(plan: ServePlan) -> None:
         client, tokenizer = await _start_engine(plan, recorder)
         await pages
         try:
-            with Metrics(client.info, handlers=("/v1/chat/completions", "/v1/completions")) as seen:
+            names = plan.server.served_model_name or (client.info.model_name,)
+            info = replace(client.info, model_name=names[0])
+            with Metrics(info, handlers=("/v1/chat/completions", "/v1/completions")) as seen:
                 client.add_observer(seen)
                 app = create_app(
                     client,
@@ -253,7 +255,8 @@ def _raise_file_limit() -> None:
 def _bind(config: ServerConfig) -> socket.socket:
     """Take the address before minutes of loading, without answering on it yet."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's delay off only for sockets that name their protocol.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
