@@ -39,6 +39,12 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
         "add_serve_arguments",
         "run_serve",
     ),
+    "dashboard": (
+        "the chat page in a process of its own, for a server anywhere",
+        "dashboard.command",
+        "add_dashboard_arguments",
+        "run_dashboard",
+    ),
     "models": (
         "list models by name and what is cached",
         "infer.commands.models",
