@@ -154,13 +154,18 @@ def _top_up(host: Host, bounds: Limits, source: Iterator[Request]) -> Host:
 
 def main() -> None:
     """Measure every case and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
     results = []
     if not args.json:
-        print("case    block   pool waiting  schedule   build  commit |    mean     p50     p99     max")
+        print(
+            "case    block   pool waiting  schedule   build  commit |"
+            "    mean     p50     p99     max"
+        )
     for case in CASES:
         r = measure(case, args.steps)
         results.append(r)
@@ -178,7 +183,9 @@ def main() -> None:
 def _as_json(r: Result) -> dict[str, object]:
     names = ("schedule_ms", "build_ms", "commit_ms", "mean_ms", "p50_ms", "p99_ms", "max_ms")
     values = {name: round(getattr(r, name), 4) for name in names}
-    case = {name: getattr(r.case, name) for name in ("name", "block_size", "num_blocks", "num_waiting")}
+    case = {
+        name: getattr(r.case, name) for name in ("name", "block_size", "num_blocks", "num_waiting")
+    }
     return {**case, **values, "target_ms": TARGET_MS}
 
 
