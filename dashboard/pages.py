@@ -33,6 +33,9 @@ CSP = (
     "form-action 'self'; frame-ancestors 'none'"
 )
 TITLE = "purestep"
+# Nothing here is a file. Given an address, these fetch it for whoever asks, and look its name up
+# at a public resolver.
+FILE_ROUTES = ("/upload", "/file=", "/file/", "/proxy=", "/stream/")
 MAX_EVENTS = 512
 UPDATES = {"cpu": 30.0, "gpu": 120.0}  # redraws a second over all open pages
 
@@ -153,7 +156,7 @@ def mount(app: FastAPI, settings: Settings) -> FastAPI:
 
 
 class PageGuard:
-    """Headers for the page, and no uploads."""
+    """Headers for the page, and none of Gradio's routes for files."""
 
     def __init__(self, app: ASGIApp, path: str) -> None:
         self._app = app
@@ -164,8 +167,8 @@ class PageGuard:
         if scope["type"] != "http" or not (path == self._path or path.startswith(self._path + "/")):
             await self._app(scope, receive, send)
             return
-        if path.removeprefix(self._path).startswith("/gradio_api/upload"):
-            await PlainTextResponse("uploads are off", 404)(scope, receive, send)
+        if path.removeprefix(self._path).removeprefix("/gradio_api").startswith(FILE_ROUTES):
+            await PlainTextResponse("this page has no files", 404)(scope, receive, send)
             return
 
         async def guarded(message: Message) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,12 +72,18 @@ class Served:
 
 
 @contextmanager
-def served(tiny: Path, *options: str) -> Iterator[Served]:
-    """Serve a tiny random model on a free port until the block ends; killed if it still runs."""
+def served(
+    tiny: Path, *options: str, page: bool = False, env: Mapping[str, str] | None = None
+) -> Iterator[Served]:
+    """Serve a tiny random model on a free port until the block ends; killed if it still runs.
+
+    ``env`` replaces the environment.
+    """
     command = [
         *(sys.executable, "-m", "infer.cli", "serve", "--model", str(tiny), "--port", "0"),
         *("--load-format", "random", "--dtype", "float32", "--device", "cpu", "--threads", "1"),
-        *("--no-dashboard", *options),
+        *(() if page else ("--no-dashboard",)),
+        *options,
     ]
     process = subprocess.Popen(
         command,
@@ -87,7 +93,7 @@ def served(tiny: Path, *options: str) -> Iterator[Served]:
         text=True,
         errors="replace",
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "2"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)} if env is None else env,
     )
     log: list[str] = []
     ready = threading.Event()
@@ -96,7 +102,7 @@ def served(tiny: Path, *options: str) -> Iterator[Served]:
         assert process.stderr is not None
         for line in process.stderr:
             log.append(line)
-            if line.strip().startswith("metrics"):
+            if line.strip().startswith("chat" if page else "metrics"):
                 ready.set()
         ready.set()
 
