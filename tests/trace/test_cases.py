@@ -14,6 +14,7 @@ from infer.modelconfig import model_config
 from infer.presets import find_preset
 from infer.trace.cases import CASES, case_setup
 from infer.trace.record import record
+from infer.trace.setup import arrival
 from tests.trace.runs import at, case, kinds, scheduled, sequence
 
 
@@ -214,3 +215,21 @@ def test_shapes_change_no_token() -> None:
     assert kinds(plain, "finished") == kinds(shaped, "finished")
     layers = {entry["layer"] for entry in kinds(shaped, "shapes")[0]["tensors"]}
     assert layers == {0, 1, None}
+
+
+def test_choices_share_a_prompt_and_part_by_copies() -> None:
+    """Three choices: one prefill, one logits row, three tokens; the partial block is copied twice."""
+    setup = case_setup("walk-a", "tiny", {}, {"max_num_seqs": 4})
+    wanted = arrival("R", range(10, 16), 3, n=3, temperature=1.0, seed=5)
+    events = tuple(record(load_tiny(), replace(setup, arrivals=(wanted,))))
+    assert scheduled(events)[0] == {"R": 6}
+    first = at(events, 0, "sampled")["tokens"]
+    assert [(t["choice"], t["position"]) for t in first] == [(0, 6), (1, 6), (2, 6)]
+    assert len(at(events, 0, "inputs")["logits_rows"]) == 1
+    assert list(at(events, 0, "committed")["ref_counts"].values()) == [3]
+    assert len(at(events, 1, "scheduled")["copies"]) == 2
+    assert list(at(events, 1, "committed")["ref_counts"].values()) == [1, 1, 1]
+    assert [s["choice"] for s in at(events, 1, "scheduled")["sequences"]] == [0, 1, 2]
+    ends = {e["choice"]: e["token_ids"] for e in kinds(events, "finished")}
+    assert sorted(ends) == [0, 1, 2]
+    assert all(len(ids) == 3 for ids in ends.values())
