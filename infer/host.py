@@ -11,6 +11,7 @@ from infer import blocks, prefix, sequences
 from infer.blocks import BlockPool, Int32
 from infer.config import GenerationDefaults, Limits
 from infer.errors import RequestError, StateError
+from infer.persistent import Fifo
 from infer.prefix import Draft, PrefixIndex
 from infer.sequences import FREE, Need, Sequences, Waiting, WaitingRequest
 from infer.types import FinishEvent, FinishReason, Request, SamplingParams
@@ -29,7 +30,7 @@ class Host:
     step: int = 0  # number of the next step
     arrivals: int = 0  # requests ever submitted
     in_flight: int = 0  # steps launched and not collected
-    aborts: tuple[str, ...] = field(default=())  # request ids to end at the next step
+    aborts: Fifo[str] = field(default_factory=Fifo)  # request ids to end at the next step
     dirty: tuple[int, ...] = field(default=())  # rows the device has not heard of (fork, restore)
 
 
@@ -43,12 +44,14 @@ def make(limits: Limits) -> Host:
     )
 
 
-def resolve(params: SamplingParams, defaults: GenerationDefaults) -> SamplingParams:
-    """``params`` with every open field filled from the model's defaults."""
+def resolve(params: SamplingParams, defaults: GenerationDefaults, seed: int) -> SamplingParams:
+    """``params`` with every open field filled from the model's defaults, the seed with ``seed``."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     changes = {n: getattr(defaults, n) for n in names if getattr(params, n) is None}
     if (params.top_k or 0) < 0:
         changes["top_k"] = 0
+    if params.seed is None:
+        changes["seed"] = seed
     return replace(params, **changes) if changes else params
 
 
@@ -66,9 +69,9 @@ def _refuse(request: Request, message: str, param: str) -> RequestError:
     return RequestError(f"request {request.request_id!r}: {message}", param=param)
 
 
-def _validated(request: Request, limits: Limits) -> tuple[Request, Int32, int]:
+def _validated(request: Request, limits: Limits, seed: int) -> tuple[Request, Int32, int]:
     """The request with resolved parameters, its tokens, and the length that ends it."""
-    params = resolve(request.params, limits.defaults)
+    params = resolve(request.params, limits.defaults, seed)
     length = len(request.prompt_token_ids)
     if length >= limits.max_model_len:
         raise _refuse(
@@ -141,40 +144,45 @@ def submit(host: Host, requests: Request | Iterable[Request], limits: Limits) ->
         RequestError: a request that could never run, naming the limit it breaks.
     """
     batch: Sequence[Request] = [requests] if isinstance(requests, Request) else list(requests)
-    waiting, arrivals = host.waiting, host.arrivals
-    for request in batch:
+    accepted: dict[str, WaitingRequest] = {}
+    for arrival, request in enumerate(batch, host.arrivals):
         name = request.request_id
-        if waiting.live.get(name) is not None or name in host.seqs.rows_of:
+        if name in accepted or is_live(host, name):
             raise _refuse(
                 request, "this id is in use; ids of live requests are unique", "request_id"
             )
-        request, tokens, total = _validated(request, limits)
+        request, tokens, total = _validated(request, limits, mixed_seed(limits.seed, arrival))
         chain: tuple[bytes, ...] = ()
         if limits.prefix_caching:
             chain = prefix.digests(tokens, limits.block_size, request.cache_salt)
-        if request.params.seed is None:
-            seed = mixed_seed(limits.seed, arrivals)
-            request = replace(request, params=replace(request.params, seed=seed))
-        item = WaitingRequest(
+        accepted[name] = WaitingRequest(
             request=request,
             tokens=tokens,
             digests=chain,
             max_total_tokens=total,
-            rank=arrivals + request.priority * limits.priority_span,
+            rank=arrival + request.priority * limits.priority_span,
         )
-        waiting = sequences.enqueue(waiting, item)
-        arrivals += 1
-    names = {request.request_id for request in batch}
-    aborts = tuple(name for name in host.aborts if name not in names)  # of an ended namesake
-    return replace(host, waiting=waiting, arrivals=arrivals, aborts=aborts)
+    aborts = host.aborts
+    if len(aborts):  # marks of ended namesakes do not count
+        aborts = aborts.drop(len(aborts)).extend([n for n in aborts if n not in accepted])
+    return replace(
+        host,
+        waiting=sequences.enqueue(host.waiting, accepted.values()),
+        arrivals=host.arrivals + len(batch),
+        aborts=aborts,
+    )
+
+
+def is_live(host: Host, request_id: str) -> bool:
+    """Whether a request of this id waits or runs."""
+    return request_id in host.seqs.rows_of or request_id in host.waiting.live
 
 
 def abort(host: Host, request_id: str) -> Host:
     """Mark ``request_id`` to end at the next step. An id that is not live changes nothing."""
-    live = host.waiting.live.get(request_id) is not None or request_id in host.seqs.rows_of
-    if not live or request_id in host.aborts:
+    if not is_live(host, request_id):
         return host
-    return replace(host, aborts=(*host.aborts, request_id))
+    return replace(host, aborts=host.aborts.append(request_id))
 
 
 def has_work(host: Host) -> bool:
@@ -196,7 +204,7 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
     rows = host.seqs.rows_of.get(request_id)
     if rows is None:
         raise RequestError(f"cannot fork {request_id!r}: it is not running", param="request_id")
-    if new_id in host.seqs.rows_of or host.waiting.live.get(new_id) is not None:
+    if is_live(host, new_id):
         raise RequestError(f"cannot fork to {new_id!r}: this id is in use", param="request_id")
     source = rows[0]
     if host.seqs.num_pending[source]:

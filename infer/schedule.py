@@ -18,6 +18,7 @@ from infer import sequences
 from infer.blocks import Int32, Int64
 from infer.config import Limits
 from infer.host import Host, adopt, finish_event, free_slots, generated, retire
+from infer.persistent import Fifo
 from infer.plan import Plan
 from infer.prefix import Draft, Entry, digests, extended
 from infer.sequences import FREE, PREEMPTED, RESERVED, RUNNING, Need, Sequences, WaitingRequest
@@ -80,7 +81,7 @@ def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
         prefix=index,
         step=host.step + 1,
         in_flight=host.in_flight + 1,
-        aborts=(),
+        aborts=Fifo(),
         dirty=(),
     )
 
@@ -88,7 +89,7 @@ def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
 def _apply_aborts(r: _Round, host: Host) -> list[str]:
     """End the marked requests; returns those that were still waiting."""
     gone = []
-    for name in host.aborts:
+    for name in dict.fromkeys(host.aborts):
         rows = r.seqs.rows_of.get(name)
         if rows is not None:
             r.finished += [finish_event(r.seqs, row, FinishReason.ABORT) for row in rows]
@@ -204,11 +205,12 @@ def _schedule_prompts(r: _Round, waiting: sequences.Waiting) -> None:
                 r.queue_open = r.queue_open and deferred < MAX_DEFERRED and _has_rows(r, item)
             if not fits or (item is not None and not r.queue_open):
                 continue
-            entries, later = _lookup(r, row, item)
+            spare = r.draft.pool.num_available - promised - _watermark(r)
+            entries, later = _lookup(r, row, item) if spare > 0 else ([], False)
             if later:
                 deferred += 1
                 continue
-            if not _fits(r, row, item, entries, promised):
+            if _blocks_for(r, row, item, entries) > spare:
                 fits = r.queue_open = False
                 continue
             row = _admit(r, row, item, entries)
@@ -253,17 +255,16 @@ def _lookup(r: _Round, row: int, item: WaitingRequest | None) -> tuple[list[Entr
     return r.draft.match(chain, tokens, size, request.cache_salt, limit)
 
 
-def _fits(
-    r: _Round, row: int, item: WaitingRequest | None, entries: list[Entry], promised: int
-) -> bool:
-    """Whether all known tokens of an admission have room beside what was promised before."""
+def _watermark(r: _Round) -> int:
+    """Blocks that admissions leave to the sequences that run."""
+    return max(1, r.limits.num_blocks // WATERMARK_SHARE) if r.seqs.num_blocks.any() else 0
+
+
+def _blocks_for(r: _Round, row: int, item: WaitingRequest | None, entries: list[Entry]) -> int:
+    """Blocks that all known tokens of an admission take out of those available."""
     length = item.tokens.size if item is not None else int(r.seqs.num_tokens[row])
-    needed = -(-length // r.limits.block_size) - len(entries)
-    revived = sum(r.draft.pool.ref_count[e.block] == 0 for e in entries)
-    spare = r.draft.pool.num_available - revived - promised
-    busy = bool((r.seqs.num_blocks > 0).any())
-    watermark = max(1, r.limits.num_blocks // WATERMARK_SHARE) if busy else 0
-    return bool(needed + watermark <= spare)
+    held = np.count_nonzero(r.draft.pool.ref_count[[e.block for e in entries]])
+    return int(-(-length // r.limits.block_size) - held)
 
 
 def _admit(r: _Round, row: int, item: WaitingRequest | None, entries: list[Entry]) -> int:

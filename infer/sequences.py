@@ -14,7 +14,7 @@ launched step that arrive late are recognised and dropped.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, IntFlag
 from typing import Any
@@ -305,14 +305,14 @@ class Waiting:
         return (w for w in merged if self.live.get(w.request.request_id) is w)
 
 
-def enqueue(waiting: Waiting, item: WaitingRequest) -> Waiting:
-    """``waiting`` with ``item`` behind those of its priority."""
-    priority = item.request.priority
-    queue: Fifo[WaitingRequest] = waiting.queues.get(priority, Fifo())
-    return Waiting(
-        queues={**waiting.queues, priority: queue.append(item)},
-        live=waiting.live.set(item.request.request_id, item),
-    )
+def enqueue(waiting: Waiting, items: Iterable[WaitingRequest]) -> Waiting:
+    """``waiting`` with each of ``items`` behind those of its priority."""
+    live, queues = waiting.live.edit(), dict(waiting.queues)
+    for item in items:
+        live.set(item.request.request_id, item)
+        queue = queues.get(item.request.priority, Fifo())
+        queues[item.request.priority] = queue.append(item)
+    return Waiting(queues=queues, live=live.freeze())
 
 
 def withdraw(waiting: Waiting, request_ids: list[str]) -> Waiting:

@@ -193,7 +193,7 @@ def photograph(host: Host) -> Any:
         host.pool.ref_count.tolist(),
         host.pool.cached.tolist(),
         [(block, entry.entry_id, entry.digest) for block, entry in entries],
-        (host.step, host.arrivals, host.in_flight, host.aborts, host.dirty),
+        (host.step, host.arrivals, host.in_flight, list(host.aborts), host.dirty),
     )
 
 
