@@ -31,7 +31,7 @@ def _swiglu(x, gate_up, bias):
 
 @DTYPES
 @pytest.mark.parametrize("linear", [triton_vector.vector_linear, triton_rows.rows_linear])
-@pytest.mark.parametrize(("rows", "size_n", "size_k"), [(1, 40, 576), (3, 24, 1024), (8, 24, 3072)])
+@pytest.mark.parametrize(("rows", "size_n", "size_k"), [(1, 40, 576), (3, 24, 1024), (5, 12, 3072)])
 def test_few_rows(device, dtype, rows, size_n, size_k, linear):
     generator = torch.Generator().manual_seed(rows)
     make = lambda *s: torch.randn(s, generator=generator).to(dtype).to(device)  # noqa: E731
@@ -47,9 +47,7 @@ def test_few_rows(device, dtype, rows, size_n, size_k, linear):
 
 
 @DTYPES
-@pytest.mark.parametrize(
-    ("rows", "size_n", "size_k"), [(9, 96, 576), (33, 80, 1024), (70, 64, 512)]
-)
+@pytest.mark.parametrize(("rows", "size_n", "size_k"), [(9, 96, 576), (33, 80, 512), (70, 48, 192)])
 def test_matrix_linear(device, dtype, rows, size_n, size_k):
     generator = torch.Generator().manual_seed(rows)
     make = lambda *s: torch.randn(s, generator=generator).to(dtype).to(device)  # noqa: E731
@@ -95,7 +93,7 @@ def _params(rows: int, device: torch.device, generator: torch.Generator) -> Samp
 @pytest.mark.parametrize("rows", [1, 7, 20])
 def test_sample_head_draws_what_the_sampler_draws(device, rows):
     generator = torch.Generator().manual_seed(rows)
-    vocab, hidden = 1003, 64
+    vocab, hidden = 403, 64
     x = torch.randn(rows, hidden, generator=generator).to(device)
     head = torch.randn(vocab, hidden, generator=generator).to(device) / 4
     norm = 1 + torch.randn(hidden, generator=generator).to(device) / 4
@@ -122,15 +120,15 @@ def _cpu(p: SamplingRows) -> SamplingRows:
 
 @pytest.mark.parametrize("rows", [2, 18])
 def test_sample_head_reports_nan_and_breaks_ties_low(device, rows):
-    hidden, vocab = 32, 700
+    hidden, vocab = 32, 300
     x = torch.ones(rows, hidden, device=device)
     head = torch.zeros(vocab, hidden, device=device)
-    head[[311, 650]] = 1.0
+    head[[111, 250]] = 1.0
     params = _params(rows, device, torch.Generator().manual_seed(0))
     params.temperature.zero_()
     index = torch.arange(rows, dtype=torch.int32, device=device)
     got = sample_head(x, head, index, index, params)
-    assert got.tokens.tolist() == [311] * rows
+    assert got.tokens.tolist() == [111] * rows
     x[1] = float("nan")
     got = sample_head(x, head, index, index, params)
     assert got.nan.tolist() == [i == 1 for i in range(rows)]
@@ -195,15 +193,13 @@ def _naive_layer(w, x, k, v, cos_sin, shape, n):
     return x + add(inner @ w.down.float().T, w.down_bias)
 
 
-@DTYPES
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 9, 130])
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("rows", [1, 3, 9, pytest.param(130, marks=pytest.mark.gpu)])
 def test_layers(device, dtype, bias, rows):
-    if rows > 9 and device.type == "cpu":
-        pytest.skip("cuBLAS, and slow")
     generator = torch.Generator().manual_seed(8)
     shape = LayerShape(4, 2, 64, EPS, None)
-    hidden, inner, layers = 128, 192, 2
+    # The interpreter is slow: the smallest sizes that still have several programs and layers.
+    hidden, inner, layers = (128, 192, 2) if device.type == "cuda" else (48, 64, 2)
     weights = make_weights(layers, hidden, 4, 2, 64, inner, 64, dtype, device, bias)
     lens = [1 + 7 * i % 50 for i in range(rows)]
     pages = [
