@@ -21,6 +21,7 @@ from infer.errors import EngineError, InferError, RequestError
 HEADER = struct.Struct("<BxxxIQQ")  # kind, engine or model, step, payload bytes
 HELLO = struct.Struct("<32sIB")  # token, rank, role
 CONNECT_S = 60.0
+REFUSED_S = 10.0  # ranks that refuse what others do not may wait so long for each other
 
 
 class Kind(IntEnum):
@@ -36,6 +37,7 @@ class Kind(IntEnum):
     STOP = 8
     DONE = 9  # answers to GROUP, LOAD and OPEN
     REFUSED = 10  # payload: the error
+    HEARD = 11  # all ranks know of a refusal
 
 
 class Role(IntEnum):

@@ -95,7 +95,7 @@ def lead(
                 f"tp is {size}, but this host has {torch.cuda.device_count()} GPUs; lower it, or "
                 "start ranks on several hosts with torchrun"
             )
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = _local_store()
         followers = _spawn(size, store)
     ranks = _Ranks(followers, step_deadline, _indexed(device))
     name = f"purestep-{secrets.token_hex(4)}"
@@ -109,6 +109,19 @@ def lead(
         place = groups.join(store, 0, size, name, _indexed(device), local=local)
         followers.place = place
     return replace(place, link=Leading(ranks, _Lease(ranks, Kind.DROP_MODEL, 0)))
+
+
+def _local_store() -> Any:
+    """A store for ranks of this host, on a free port that other hosts cannot reach."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -267,15 +280,18 @@ class _Ranks:
         for roles in self._followers.connections.values():
             roles[Role.CONTROL].sendall(data)
 
-    def answers(self) -> None:
+    def answers(self, limit_s: float | None = None) -> None:
         """Wait until every follower has done what it was told.
 
         Raises:
             InferError: one of them refused.
+            TimeoutError: one of them had no answer within ``limit_s``.
         """
         refused: InferError | None = None
         for control in self._followers.controls.values():
+            control.settimeout(limit_s)
             answer = channel.receive(control)
+            control.settimeout(None)
             if answer.kind is Kind.REFUSED:
                 refused = refused or channel.payload_error(answer.payload)
         if refused is not None:
@@ -363,9 +379,15 @@ class Leading:
                 self._ranks.watch.check()
                 refused = error
             try:
-                self._ranks.answers()
+                self._ranks.answers(channel.REFUSED_S if refused is not None else None)
             except InferError as error:
                 refused = refused or error
+            except TimeoutError:
+                # They did not refuse, and wait for this rank in a collective: no way back.
+                assert refused is not None
+                raise refused from None
+            if refused is not None:
+                self._ranks.tell(Message(Kind.HEARD))
         if refused is not None:
             raise refused
 

@@ -59,6 +59,10 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
     busy_s: float  # in steps so far
 
 
+class Farewell(msgspec.Struct, tag="farewell", array_like=True, frozen=True):
+    """The leading rank ends the group in order."""
+
+
 class Verdict(msgspec.Struct, tag="verdict", array_like=True, frozen=True):
     """The cause, from the leading rank: the end of all."""
 
@@ -174,6 +178,8 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching: from now on, ends are no failures."""
+        if self.rank == 0 and self._verdict is None:
+            self._send(Farewell())
         self._closing.set()
         self._poke()
         if threading.current_thread() is not self._thread:
@@ -188,6 +194,15 @@ class Watch:
             pass  # the thread has ended already
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            # Nobody would notice a failure any more, so this is one.
+            logger.exception("the watch of rank %d failed", self.rank)
+            self._signs.append(Sign(self.rank, Weight.ERROR, f"its watch failed: {error}"))
+            self._judge()
+
+    def _watch(self) -> None:
         selector = selectors.DefaultSelector()
         selector.register(self._wake, selectors.EVENT_READ, None)
         buffers = {rank: bytearray() for rank in self._peers}
@@ -249,8 +264,10 @@ class Watch:
             del buffer[:end]
         return True
 
-    def _take(self, said: Sign | Beat | Verdict) -> None:
+    def _take(self, said: Sign | Beat | Farewell | Verdict) -> None:
         match said:
+            case Farewell():
+                self._closing.set()
             case Beat():
                 self._beats[said.rank] = said
             case Sign():
@@ -282,7 +299,7 @@ class Watch:
         finally:
             self._judged.set()
 
-    def _send(self, said: Sign | Beat | Verdict) -> None:
+    def _send(self, said: Sign | Beat | Farewell | Verdict) -> None:
         payload = msgspec.msgpack.encode(said)
         for peer in self._peers.values():
             try:
@@ -291,7 +308,7 @@ class Watch:
                 pass  # gone, which reading finds out; or so far behind that it will be
 
 
-_DECODER = msgspec.msgpack.Decoder(Sign | Beat | Verdict)
+_DECODER = msgspec.msgpack.Decoder(Sign | Beat | Farewell | Verdict)
 
 
 def _verdict(signs: list[Sign]) -> Verdict:

@@ -117,11 +117,11 @@ def follow(rank: int, connections: Mapping[Role, socket.socket], store: Any = No
     control = connections[Role.CONTROL]
     follower: _Follower | None = None
     try:
-        while (message := channel.receive(control)).kind is not Kind.STOP:
-            if follower is None:
-                follower = _join(control, message, watch, store)
-                device = follower.device
-            else:
+        message = channel.receive(control)
+        if message.kind is not Kind.STOP:
+            follower = _join(control, message, watch, store)
+            device = follower.device
+            while (message := follower.next()).kind is not Kind.STOP:
                 follower.obey(message)
     except BaseException as error:
         logger.exception("rank %d failed", rank)
@@ -171,6 +171,23 @@ class _Follower:
         self._watch = watch
         self._models: dict[int, Model] = {}
         self._engines: dict[int, _Engine] = {}
+        self._refused: InferError | None = None
+
+    def next(self) -> Message:
+        """Wait for the next message.
+
+        Raises:
+            InferError: this rank refused the last one, and the leading rank did not hear of it: it
+                waits in a collective for what this rank will not do.
+        """
+        self._control.settimeout(None if self._refused is None else channel.REFUSED_S)
+        try:
+            message = channel.receive(self._control)
+        except TimeoutError as error:
+            assert self._refused is not None
+            raise self._refused from error
+        self._refused = None
+        return message
 
     def obey(self, message: Message) -> None:
         """Carry out one message."""
@@ -187,6 +204,8 @@ class _Follower:
                 self._engines.pop(message.number, None)
             case Kind.DROP_MODEL:
                 self._models.pop(message.number, None)
+            case Kind.HEARD:
+                pass
             case _:
                 raise EngineError(f"the leading rank sent {message.kind.name}, out of order")
 
@@ -204,6 +223,7 @@ class _Follower:
             except InferError as error:
                 self._watch.check()
                 answer = Message(Kind.REFUSED, payload=channel.error_payload(error))
+                self._refused = error
         self._control.sendall(answer.encoded())
 
     def _load(self, message: Message) -> None:

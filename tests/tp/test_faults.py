@@ -157,16 +157,47 @@ def test_the_poorest_rank_sets_the_kv_budget(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Block ids of one rank must lie in the pools of all."""
-    options = {"block_size": 64, "max_model_len": 256}
-    alone = infer.init(infer.load(checkpoint("qwen3"), **CPU), EngineConfig(**options))
+    options = EngineConfig(block_size=64, max_model_len=256)
+    alone = infer.init(infer.load(checkpoint("qwen3"), **CPU), options)
     monkeypatch.syspath_prepend(FAULTY)
     monkeypatch.setenv("FAULT", "1:0:poor")
     with group(2) as (tp, _):
         model = infer.load(checkpoint("qwen3"), tp=tp, **CPU)
-        state = infer.init(model, EngineConfig(**options))
+        state = infer.init(model, options)
         # Each of the ranks has half of the KV heads, so twice the blocks; the poor one a third.
         assert state.limits.num_blocks == alone.limits.num_blocks * 2 // 3
         assert state.kv.num_blocks == state.limits.num_blocks
+
+
+@pytest.mark.slow
+def test_a_rank_that_alone_refuses_ends_them(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leading rank waits for it in a collective, where no answer can reach it."""
+    monkeypatch.syspath_prepend(FAULTY)
+    monkeypatch.setenv("FAULT", "1:0:refuse")
+    with group(2) as (tp, _):
+        model = infer.load(checkpoint("qwen3"), tp=tp, **CPU)
+        with ends_in_time(), pytest.raises(EngineError, match=r"ConfigError: .* another opinion"):
+            infer.init(model)
+
+
+@pytest.mark.slow
+def test_a_refusal_of_the_first_rank_alone_ends_them(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise infer.ConfigError("no ops here")
+
+    with group(2) as (tp, _):
+        model = infer.load(checkpoint("qwen3"), tp=tp, **CPU)
+        monkeypatch.setattr("infer.initialize.make_ops", refuse)
+        monkeypatch.setattr("infer.channel.REFUSED_S", 1.0)
+        with ends_in_time(), pytest.raises(infer.ConfigError, match="no ops here"):
+            infer.init(model)
+        monkeypatch.undo()
+        with pytest.raises(EngineError, match="no ops here"):
+            infer.init(model)
 
 
 LEADER = """

@@ -134,6 +134,7 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_end_in_order_is_no_failure(pair: Pair) -> None:
     pair.leader.close()
+    pair.ends[0].shutdown(socket.SHUT_RDWR)  # before the follower has closed its own
     pair.follower.close()
     assert not pair.heard
 

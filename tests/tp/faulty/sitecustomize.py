@@ -2,7 +2,8 @@
 
 ``FAULT=RANK:STEP:KIND`` names the rank (by the worker's command line), the forward pass that is
 faulty, and what happens in it: ``raise``, ``hang`` or ``token`` (samples another token). With
-``poor`` nothing fails, but the rank has a third of the memory for KV.
+``poor`` nothing fails, but the rank has a third of the memory for KV; with ``refuse`` it refuses an
+engine that the others make.
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ if RANK and sys.orig_argv[-3:-2] == [RANK]:
         from infer import initialize
 
         initialize.CPU_KV_BYTES //= 3
+    if kind == "refuse":
+        from infer import channel, errors, initialize
+
+        def refuse(*_: Any) -> Any:
+            raise errors.ConfigError("this rank is of another opinion")
+
+        channel.REFUSED_S = 1.0
+        initialize.make_ops = refuse
     original, calls = device_step.pick, itertools.count(1)
 
     def faulty(*arguments: Any) -> Any:
