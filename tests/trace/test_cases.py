@@ -218,7 +218,7 @@ def test_shapes_change_no_token() -> None:
 
 
 def test_choices_share_a_prompt_and_part_by_copies() -> None:
-    """Three choices: one prefill, one logits row, three tokens; the partial block is copied twice."""
+    """Three choices: one prefill, one logits row, three tokens, two copies of a block."""
     setup = case_setup("walk-a", "tiny", {}, {"max_num_seqs": 4})
     wanted = arrival("R", range(10, 16), 3, n=3, temperature=1.0, seed=5)
     events = tuple(record(load_tiny(), replace(setup, arrivals=(wanted,))))
