@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 1 << 30
 CPU_DEFAULTS = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "pipeline_depth": 0}
 CUDA_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "pipeline_depth": 1}
-BLOCK_SIZES = {"torch": 16, "triton": 32, "flash_attn": 256}
+BLOCK_SIZES = {"torch": 16, "triton": 64, "flash_attn": 256}
 
 
 def init(model: Model, config: EngineConfig | None = None) -> EngineState:
