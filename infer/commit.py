@@ -11,10 +11,9 @@ import numpy.typing as npt
 from infer import sequences
 from infer.blocks import Int32, Int64
 from infer.config import Limits
-from infer.host import Host, finish_event, generated, retire
+from infer.host import Host, finish_event, generated, register_blocks, retire
 from infer.plan import Plan
 from infer.prefix import Draft
-from infer.schedule import register_blocks
 from infer.sequences import Objects, Sequences
 from infer.text import stop_scan
 from infer.types import FinishEvent, FinishReason

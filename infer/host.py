@@ -277,6 +277,26 @@ def adopt(
         sequences.append_blocks(seqs, row, held)
 
 
+def register_blocks(s: Sequences, draft: Draft, row: int, full: int, size: int) -> None:
+    """Index the first ``full`` blocks of ``row``, whose KV and token values exist. Donated."""
+    start = int(s.num_registered[row])
+    if full <= start:
+        return
+    parent: prefix.Entry | None = s.prefix_tail[row]
+    if start and (parent is None or not draft.is_indexed(parent)):
+        return  # what leads up to these blocks was evicted: nothing could find them
+    s.num_registered[row] = full
+    chain, salt = s.digests[row][start:full], s.request[row].cache_salt
+    held = s.block_table[row][start:full].tolist()
+    data = s.token_ids[row][start * size : full * size].tobytes()
+    width = 4 * size
+    for i, block in enumerate(held):
+        tokens = data[i * width : (i + 1) * width]
+        digest = chain[i] if i < len(chain) else prefix.extended(parent, tokens, salt)
+        parent = draft.register(block, digest, parent, tokens, salt)
+    s.prefix_tail[row] = parent
+
+
 def free_slots(seqs: Sequences, limits: Limits, count: int) -> list[int]:
     """``count`` penalty slots that no row uses, fewer when they run out."""
     used = set(seqs.slot.tolist())

@@ -17,10 +17,18 @@ import numpy as np
 from infer import sequences
 from infer.blocks import Int32, Int64
 from infer.config import Limits
-from infer.host import Host, adopt, finish_event, free_slots, generated, retire
+from infer.host import (
+    Host,
+    adopt,
+    finish_event,
+    free_slots,
+    generated,
+    register_blocks,
+    retire,
+)
 from infer.persistent import Fifo
 from infer.plan import Plan
-from infer.prefix import Draft, Entry, digests, extended
+from infer.prefix import Draft, Entry, digests
 from infer.sequences import FREE, PREEMPTED, RESERVED, RUNNING, Need, Sequences, WaitingRequest
 from infer.types import FinishEvent, FinishReason
 
@@ -435,23 +443,3 @@ def _sampling_rows(r: _Round, rows: Int64, samples: Int64) -> tuple[Int32, Int64
         seqs_out += [i] * len(group)
         rows_out += group
     return np.array(seqs_out, np.int32), np.array(rows_out, np.int64)
-
-
-def register_blocks(s: Sequences, draft: Draft, row: int, full: int, size: int) -> None:
-    """Index the first ``full`` blocks of ``row``, whose KV and token values exist. Donated."""
-    start = int(s.num_registered[row])
-    if full <= start:
-        return
-    parent: Entry | None = s.prefix_tail[row]
-    if start and (parent is None or not draft.is_indexed(parent)):
-        return  # what leads up to these blocks was evicted: nothing could find them
-    s.num_registered[row] = full
-    chain, salt = s.digests[row][start:full], s.request[row].cache_salt
-    held = s.block_table[row][start:full].tolist()
-    data = s.token_ids[row][start * size : full * size].tobytes()
-    width = 4 * size
-    for i, block in enumerate(held):
-        tokens = data[i * width : (i + 1) * width]
-        digest = chain[i] if i < len(chain) else extended(parent, tokens, salt)
-        parent = draft.register(block, digest, parent, tokens, salt)
-    s.prefix_tail[row] = parent
