@@ -18,8 +18,8 @@ from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
 from infer.ops.backends import make_ops
-from infer.parallel import lowest, opening
 from infer.ops.torch_packed import pack
+from infer.parallel import lowest, opening
 from infer.rows import RowState
 from infer.runtime import Runtime
 from infer.state import EngineState
