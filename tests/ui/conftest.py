@@ -60,8 +60,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    # Not for the session: while it is open, tests with a loop of their own cannot run.
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("chromium is not installed (make system-deps)")

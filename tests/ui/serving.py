@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,7 +22,8 @@ def in_loop(build: Callable[[], T]) -> T:
     async def run() -> T:
         return build()
 
-    return asyncio.run(run())
+    with ThreadPoolExecutor(1) as pool:  # Playwright has a loop of its own in this thread
+        return pool.submit(lambda: asyncio.run(run())).result()
 
 
 def free_socket() -> socket.socket:
