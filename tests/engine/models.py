@@ -59,7 +59,10 @@ def prompts(count: int, seed: int = 0, low: int = 3, high: int = 90) -> list[tup
 def greedy(max_tokens: int = 12, **options: object) -> SamplingParams:
     """Greedy parameters that ignore the end of sequence."""
     return SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, **options  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        **options,  # type: ignore[arg-type]
     )
 
 
