@@ -29,7 +29,7 @@ class AttentionMeta:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's input on the device. Sequences, logits rows and sampling rows count differently."""
+    """One step's input on the device; sequences, logits and sampling rows are counts apart."""
 
     input_ids: Tensor  # i32[num_tokens], where the host knows the value
     src_rows: Tensor  # i32[num_tokens], >= 0: take RowState.last_token[src_row] instead

@@ -42,10 +42,8 @@ def allocate(
 ) -> KVCache:
     """Allocate pages for ``num_blocks`` usable blocks a layer and one spare block."""
     shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
-    make = lambda: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
-    return KVCache(
-        k=tuple(make() for _ in range(num_layers)), v=tuple(make() for _ in range(num_layers))
-    )
+    pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * num_layers)]
+    return KVCache(k=tuple(pages[:num_layers]), v=tuple(pages[num_layers:]))
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
