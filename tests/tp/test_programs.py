@@ -51,11 +51,12 @@ def start(*command: str) -> subprocess.Popen[str]:
     )
 
 
-def answers(process: subprocess.Popen[str]) -> list[list[int]]:
-    """What ``infer generate --json`` printed."""
-    out, log = process.communicate(timeout=100)
-    assert process.returncode == 0, log
-    return [json.loads(line)["token_ids"] for line in out.splitlines()]
+def answers(*processes: subprocess.Popen[str]) -> list[list[list[int]]]:
+    """What each ``infer generate --json`` printed."""
+    said = [process.communicate(timeout=100) for process in processes]
+    logs = "".join(log for _, log in said)
+    assert {process.returncode for process in processes} == {0}, logs
+    return [[json.loads(line)["token_ids"] for line in out.splitlines()] for out, _ in said]
 
 
 def generate(folder: Path) -> tuple[str, ...]:
@@ -65,12 +66,12 @@ def generate(folder: Path) -> tuple[str, ...]:
 
 
 def test_generate(folder: Path, expected: list[list[int]]) -> None:
-    assert answers(start(*generate(folder), "--tp", "2")) == expected
+    assert answers(start(*generate(folder), "--tp", "2")) == [expected]
 
 
 def test_torchrun(folder: Path, expected: list[list[int]]) -> None:
     torchrun = ("torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m")
-    assert answers(start(*torchrun, *generate(folder))) == expected
+    assert answers(start(*torchrun, *generate(folder))) == [expected]
 
 
 def test_two_nodes(folder: Path, expected: list[list[int]]) -> None:
@@ -80,8 +81,7 @@ def test_two_nodes(folder: Path, expected: list[list[int]]) -> None:
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test")
     sizes = ("--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1")
     command = ("torch.distributed.run", *sizes, *rendezvous, "-m", *generate(folder))
-    nodes = [start(*command) for _ in range(2)]
-    assert sorted(answers(node) for node in nodes) == [[], expected]
+    assert sorted(answers(start(*command), start(*command))) == [[], expected]
 
 
 def test_a_number_that_torchrun_did_not_start(folder: Path) -> None:
