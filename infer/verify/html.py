@@ -49,7 +49,8 @@ def as_html(outcome: Outcome) -> str:
             f"{escape(summary(outcome))}</p>",
             _table(outcome.rows),
             "<h2>Errors along the paths</h2>",
-            "<p>Relative L2 error of each position's logits; the dashed line is the tolerance.</p>",
+            "<p>Relative L2 error of each position's logits; the dashed line is the tolerance, points "
+            "on the lowest line are equal or nearly so.</p>",
             f'<div class="plots">{"".join(_plots(outcome.rows))}</div>',
             "<h2>Conditions</h2>",
             _conditions(outcome.conditions),
@@ -92,7 +93,7 @@ def _plot(values: Sequence[float], limit: float, label: str) -> str:
     finite = [v for v in points if math.isfinite(v)]
     top = math.ceil(math.log10(max([limit * 2, FLOOR * 10, *finite])))
     low = math.floor(math.log10(max(FLOOR, min([limit, *(v for v in finite if v > 0)]))))
-    low = min(low, top - 1)
+    low = min(low, top - 4)
 
     def y(value: float) -> float:
         at = math.log10(min(max(value, 10.0**low), 10.0**top))
