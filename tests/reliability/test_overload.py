@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from infer.client import Engine
 from infer.types import RejectionKind, StepStats
 from tests.reliability.engines import real
 from tests.server.harness import Running
@@ -79,29 +82,67 @@ async def arrivals(server: Running, per_s: float, seconds: float) -> Seen:
     return seen
 
 
-def rate(steps: list[StepStats]) -> float:
-    """Answers a second while every row was busy, from the engine's own steps."""
-    busy = [step for step in steps if step.num_running >= ROWS]
-    tokens = sum(step.num_generated_tokens for step in busy[1:])
-    return tokens / TOKENS / (busy[-1].time - busy[0].time)
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the engine's loop."""
+
+    time: float  # monotonic seconds
+    cpu: float  # seconds the engine's thread has computed so far
+    stats: StepStats
+
+
+def noted(turns: list[Turn]) -> Callable[[Engine], Engine]:
+    """An engine that tells how long its thread has computed: other processes do not count."""
+
+    def change(engine: Engine) -> Engine:
+        advance = engine.transitions.advance
+
+        def note(model: Any, state: Any, tickets: tuple[Any, ...]) -> Any:
+            state, tickets, reports = advance(model, state, tickets)
+            now, cpu = time.monotonic(), time.thread_time()
+            turns.extend(Turn(now, cpu, report.stats) for report in reports)
+            return state, tickets, reports
+
+        return replace(engine, transitions=replace(engine.transitions, advance=note))
+
+    return change
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Answers a second while every row was busy: by the clock, and of the engine's own time."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def of(cls, turns: list[Turn]) -> Rate:
+        answers = wall = cpu = 0.0
+        for before, turn in pairwise(turns):
+            if before.stats.num_running >= ROWS <= turn.stats.num_running:
+                answers += turn.stats.num_generated_tokens / TOKENS
+                wall += turn.time - before.time
+                cpu += turn.cpu - before.cpu
+        return cls(answers / wall, answers / cpu)
 
 
 def overload(tiny: Path, seconds: float) -> dict[str, Any]:
     """Peak, overload, peak again."""
-    with real(tiny, engine={"max_num_seqs": ROWS}, max_queue=QUEUE) as server:
+    turns: list[Turn] = []
+    with real(tiny, change=noted(turns), engine={"max_num_seqs": ROWS}, max_queue=QUEUE) as server:
 
-        def full(duration: float) -> tuple[Seen, float]:
-            first = len(server.notes.steps)
+        def full(duration: float) -> tuple[Seen, Rate]:
+            first = len(turns)
             seen = asyncio.run(closed(server, duration))
             assert seen.odd == []
             assert seen.refused == 0
-            return seen, rate(server.notes.steps[first:])
+            return seen, Rate.of(turns[first:])
 
         full(1.0)  # warm
         calm, peak = full(seconds / 2)
-        first = len(server.notes.steps)
-        seen = asyncio.run(arrivals(server, 3 * peak, seconds))
-        steps = server.notes.steps[first:]
+        first = len(turns)
+        seen = asyncio.run(arrivals(server, 3 * peak.wall, seconds))
+        crowded = turns[first:]
         recovered = full(seconds / 2)[1]
         rejections = server.notes.rejections
         server.notes.wait_for(lambda: server.notes.steps[-1].num_running == 0)
@@ -114,10 +155,10 @@ def overload(tiny: Path, seconds: float) -> dict[str, Any]:
         "arrivals": seen.answered + seen.refused,
         "answered": seen.answered,
         "refused": seen.refused,
-        "longest_queue": max(step.num_running + step.num_waiting for step in steps),
-        "peak_per_s": round(peak, 2),
-        "overload_per_s": round(rate(steps), 2),
-        "recovered_per_s": round(recovered, 2),
+        "longest_queue": max(t.stats.num_running + t.stats.num_waiting for t in crowded),
+        "peak": peak,
+        "overload": Rate.of(crowded),
+        "recovered": recovered,
         "full_median_s": round(calm_ordered[len(calm_ordered) // 2], 3),
         "median_s": round(ordered[len(ordered) // 2], 3),
         "p99_s": round(ordered[int(len(ordered) * 0.99)], 3),
@@ -128,21 +169,21 @@ def overload(tiny: Path, seconds: float) -> dict[str, Any]:
 def judge(figures: dict[str, Any], kept: float) -> None:
     """``kept`` is the share of the peak that is asked for."""
     print(figures)
+    rates: list[Rate] = [figures[name] for name in ("peak", "overload", "recovered")]
     assert figures["refused"] > figures["arrivals"] * 0.3
     assert figures["longest_queue"] <= PLACES
     # An admitted request waits for those in the places before it, and for nobody else.
-    assert figures["p99_s"] < 3 * PLACES / figures["peak_per_s"] + 1
-    assert figures["overload_per_s"] > kept * figures["peak_per_s"]
-    assert figures["recovered_per_s"] > kept * figures["peak_per_s"]
+    assert figures["p99_s"] < 3 * PLACES / min(rate.wall for rate in rates) + 1
+    # Refusals cost the engine nothing. By the clock they compete with it for a core, and so does
+    # whatever else runs on this machine.
+    assert all(rate.cpu > kept * rates[0].cpu for rate in rates)
 
 
 def test_three_times_too_much(tiny: Path) -> None:
-    """Short. Clients and server share two cores with whatever else runs: half is asked for."""
-    judge(overload(tiny, 6.0), kept=0.5)
+    judge(overload(tiny, 6.0), kept=0.6)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_three_times_too_much_for_a_minute(tiny: Path) -> None:
-    """The figure to read is ``overload_per_s`` beside ``peak_per_s``, on a machine at rest."""
-    judge(overload(tiny, 60.0), kept=0.7)
+    judge(overload(tiny, 60.0), kept=0.75)
