@@ -13,6 +13,11 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 170, 56, 24, 12
 FLOOR = 1e-10  # errors below are drawn on the axis
 MAX_POINTS = 400
 
+EXPLAINED = (
+    "Relative L2 error of each position's logits. The dashed line is the tolerance; points on the "
+    "lowest line are equal, or nearly so."
+)
+
 STYLE = """
 :root { color-scheme: light dark; --line: #8886; --pass: #1a7f37; --fail: #cf222e; --quiet: #767676;
   --mark: #0a63c9; }
@@ -49,8 +54,7 @@ def as_html(outcome: Outcome) -> str:
             f"{escape(summary(outcome))}</p>",
             _table(outcome.rows),
             "<h2>Errors along the paths</h2>",
-            "<p>Relative L2 error of each position's logits; the dashed line is the tolerance, points "
-            "on the lowest line are equal or nearly so.</p>",
+            f"<p>{EXPLAINED}</p>",
             f'<div class="plots">{"".join(_plots(outcome.rows))}</div>',
             "<h2>Conditions</h2>",
             _conditions(outcome.conditions),
