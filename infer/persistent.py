@@ -10,12 +10,12 @@ K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
 
-NUM_SHARDS = 1024
+NUM_SHARDS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedMap(Generic[K, V]):
-    """A dict whose update copies one of 1024 shards, a microsecond at tens of thousands of keys.
+    """A dict whose update copies one of 2048 shards, a microsecond at tens of thousands of keys.
 
     It has no iteration order to rely on, so nothing that must be deterministic iterates over it.
     """
