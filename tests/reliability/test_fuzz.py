@@ -42,7 +42,7 @@ QUICK = settings(
     phases=(Phase.generate,),  # shrinking takes minutes; add Phase.shrink to study a finding
     report_multiple_bugs=False,
 )
-LONG = settings(QUICK, max_examples=1500, stateful_step_count=50, derandomize=False)
+LONG = settings(QUICK, max_examples=400, stateful_step_count=50, derandomize=False)
 
 
 @cache
