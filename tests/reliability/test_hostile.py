@@ -203,10 +203,9 @@ def test_prompts_of_one_token(server: Running) -> None:
 
 
 def exchange(server: Running, data: bytes) -> list[int]:
-    """Statuses of all answers to raw bytes, until the server closes or falls silent."""
+    """Statuses of all answers to raw bytes, until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
         raw.sendall(data)
-        raw.shutdown(socket.SHUT_WR)
         answer = b""
         while piece := raw.recv(65536):
             answer += piece
@@ -214,7 +213,7 @@ def exchange(server: Running, data: bytes) -> list[int]:
 
 
 HOST = b"host: localhost\r\n"
-INNER = b"GET /v1/models HTTP/1.1\r\n" + HOST + b"\r\n"
+INNER = b"GET /v1/models HTTP/1.1\r\n" + HOST + b"connection: close\r\n\r\n"
 KIND = b"content-type: application/json\r\n"
 SMUGGLING = {
     "two lengths": b"content-length: 2\r\ncontent-length: 40\r\n\r\n{}",
@@ -225,7 +224,6 @@ SMUGGLING = {
     "an unknown coding": b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
     "chunked twice": b"transfer-encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
     "a coding before chunked": b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "a folded header": b"x: a\r\n transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n{}",
     "a control in the name": b"transfer\x0bencoding: chunked\r\n\r\n0\r\n\r\n",
     "a NUL in the value": b"x: a\x00b\r\ncontent-length: 2\r\n\r\n{}",
     "a bare CR": b"x: a\rtransfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n{}",
@@ -244,11 +242,15 @@ def test_what_two_servers_could_read_differently_is_refused(server: Running, nam
     assert all(400 <= status < 500 for status in statuses), statuses
 
 
-def test_a_length_beside_chunks_does_not_hide_a_request(server: Running) -> None:
-    """Chunks win, as the standard says; the rest is the next request or nothing, never a body."""
-    body = b"content-length: 6\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
-    statuses = exchange(server, b"POST /tokenize HTTP/1.1\r\n" + HOST + KIND + body + INNER)
-    assert statuses in ([400], [400, 200])
+def test_what_the_standard_lets_be_read_in_one_way_is_read_so(server: Running) -> None:
+    """Chunks win over a length, and a folded line belongs to the header before it."""
+    for rest in (
+        b"content-length: 6\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"x: a\r\n transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n{}",
+    ):
+        statuses = exchange(server, b"POST /tokenize HTTP/1.1\r\n" + HOST + KIND + rest + INNER)
+        # The body is refused; what follows it is the next request, never a part of it.
+        assert statuses == [400, 200]
 
 
 def test_request_lines_and_hosts(server: Running) -> None:
