@@ -41,6 +41,7 @@ TOGGLES = (
     '<button type="button" id="toggle-settings" aria-expanded="false" '
     "onclick=\"purestep.toggle('settings')\">Settings</button></div>"
 )
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 SKIP = [gr.skip()] * 5  # the outputs of every question stay as they are
 EMPTY = "### What shall we talk about?\nEverything stays on this machine."
 
@@ -92,6 +93,14 @@ class ChatPage:
         inputs = [p.state, p.system, p.thinking, *p.controls.components]
         outputs = [p.state, p.bot, p.box, p.status, p.saved]
 
+        def fields_of(thinking: bool, values: tuple[Any, ...]) -> dict[str, Any] | None:
+            try:
+                fields = p.controls.settings(values)
+            except RequestError as error:
+                gr.Warning(str(error))
+                return None
+            return fields if thinking else {**fields, **NO_THINKING}
+
         def send(
             request: gr.Request,
             text: str,
@@ -103,13 +112,13 @@ class ChatPage:
             if not text.strip():
                 return SKIP
             asked = talks.add(replace(state, system=system), Message(role="user", text=text))
-            return self._begin(request, asked, self._fields(p.controls, thinking, values), "")
+            return self._begin(request, asked, fields_of(thinking, values), "")
 
         def retry(
             request: gr.Request, state: Conversation, system: str, thinking: bool, *values: Any
         ) -> list[Any]:
             asked = replace(_asked(state), system=system)
-            return self._begin(request, asked, self._fields(p.controls, thinking, values))
+            return self._begin(request, asked, fields_of(thinking, values))
 
         def edit(
             data: gr.EditData,
@@ -120,7 +129,7 @@ class ChatPage:
             *values: Any,
         ) -> list[Any]:
             asked = replace(_edited(state, data), system=system)
-            return self._begin(request, asked, self._fields(p.controls, thinking, values))
+            return self._begin(request, asked, fields_of(thinking, values))
 
         # Three events an answer, because every output of every redraw costs a millisecond: one
         # shows the question, one lets the answer grow and redraws nothing else, one completes it.
@@ -173,22 +182,19 @@ class ChatPage:
             p.state, p.bot, p.box, p.status, p.saved, p.system, p.thinking, *p.controls.components,
         ]  # fmt: skip
 
-    def _fields(
-        self, controls: Controls, thinking: bool, values: tuple[Any, ...]
-    ) -> dict[str, Any]:
-        fields = controls.settings(values)
-        if not thinking:
-            fields["chat_template_kwargs"] = {"enable_thinking": False}
-        return fields
-
     def _begin(
         self,
         request: gr.Request,
         asked: Conversation,
-        fields: dict[str, Any],
+        fields: dict[str, Any] | None,
         text: str | None = None,
     ) -> list[Any]:
-        """Show the question whose answer ``_grow`` will bring; ``text`` is left in the box."""
+        """Show the question whose answer ``_grow`` will bring; ``text`` is left in the box.
+
+        Nothing happens without ``fields``: the user was told which setting is wrong.
+        """
+        if fields is None:
+            return SKIP
         session = request.session_hash or ""
         if session in self.running:
             gr.Info("An answer is still being written; stop it first.")

@@ -20,6 +20,10 @@ CONNECT_S = 5.0
 QUICK_S = 10.0  # for answers that take no step of the engine
 
 
+class NotOffered(EngineError):
+    """The engine answers, but does not have this route."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts of one answer."""
@@ -120,7 +124,7 @@ class EngineApi:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if answer.status_code == 404:
-            raise EngineError(f"this engine has no {path}; it was started without the dashboard")
+            raise NotOffered(f"this engine does not offer {path}; was it started with its pages?")
         if answer.status_code != 200:
             raise _refusal(answer.status_code, answer.content)
         return answer.content

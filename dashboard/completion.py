@@ -16,7 +16,7 @@ from dashboard.pacing import Pacer
 from dashboard.sampling import Controls, build_few
 from dashboard.status import notice
 from dashboard.tokens import Token, tokens_html, tokens_of
-from infer.errors import InferError
+from infer.errors import InferError, RequestError
 
 TOP_N = 5
 REDRAW_S = 0.2  # a redraw sends every token again
@@ -99,9 +99,13 @@ class CompletionPage:
             request: gr.Request, text: str, pair: bool, *values: Any
         ) -> AsyncGenerator[list[Any], None]:
             size = len(a.components)
-            fields = {"A": a.settings(values[:size])}
-            if pair:
-                fields["B"] = b.settings(values[size:])
+            try:
+                fields = {"A": a.settings(values[:size])}
+                if pair:
+                    fields["B"] = b.settings(values[size:])
+            except RequestError as error:
+                gr.Warning(str(error))
+                return
             jobs = {name: (Completion(), text, chosen) for name, chosen in fields.items()}
             async with aclosing(self._run(request, jobs)) as updates:
                 async for update in updates:
@@ -119,7 +123,11 @@ class CompletionPage:
             if not pair or not result.tokens:
                 return
             prefix = "".join(token.text for token in kept)
-            fields = b.settings(values[len(a.components) :])
+            try:
+                fields = b.settings(values[len(a.components) :])
+            except RequestError as error:
+                gr.Warning(str(error))
+                return
             jobs = {"B": (Completion(prefix=prefix), text + prefix, fields)}
             async with aclosing(self._run(request, jobs)) as updates:
                 async for update in updates:

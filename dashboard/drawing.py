@@ -135,11 +135,15 @@ def block_map_html(blocks: BlockMap, colours: Hues) -> str:
         f'<div class="blocks {size}" role="img" aria-label="{blocks.num_blocks} blocks: '
         f"{blocks.used} used, {blocks.shared} of them shared, {blocks.cached} cached, "
         f'{blocks.free} free">{cells}</div>'
-        '<p class="legend"><span class="swatch used"></span>'
-        f"used {blocks.used:,} <span class='swatch shared'></span>shared {blocks.shared:,} "
-        f"<span class='swatch cached'></span>cached {blocks.cached:,} "
-        f"<span class='swatch free'></span>free {blocks.free:,} of {blocks.num_blocks:,}{each}</p>"
+        f'<p class="legend">{_entry("used", f"used {blocks.used:,}")}'
+        f"{_entry('shared', f'shared {blocks.shared:,}')}"
+        f"{_entry('cached', f'cached {blocks.cached:,}')}"
+        f"{_entry('free', f'free {blocks.free:,} of {blocks.num_blocks:,}{each}')}</p>"
     )
+
+
+def _entry(kind: str, text: str) -> str:
+    return f'<span class="entry"><span class="swatch {kind}"></span>{escape(text)}</span>'
 
 
 def _cell(cell: Cell, per_cell: int, colours: Hues) -> str:

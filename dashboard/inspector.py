@@ -9,7 +9,7 @@ from typing import Any
 
 import gradio as gr
 
-from dashboard.client import EngineApi
+from dashboard.client import EngineApi, NotOffered
 from dashboard.drawing import (
     block_map_html,
     hues,
@@ -37,6 +37,10 @@ element.addEventListener('keydown', (event) => {
   if (next) { event.preventDefault(); trigger('pick', { step: Number(next.dataset.step) }); }
 });
 """
+UNWATCHED = (
+    "It runs in a process of its own, or was started without the dashboard. To watch it, start the "
+    "server with --no-engine-process. The lessons run on an engine of this page and work anyway."
+)
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
@@ -100,6 +104,8 @@ class InspectorPage:
         async def redraw(step: int | None) -> str:
             try:
                 return live_html(await self.api.timeline(step), step)
+            except NotOffered:
+                return notice("This engine's steps cannot be watched", UNWATCHED)
             except InferError as error:
                 return failure(error)
 
@@ -213,9 +219,10 @@ def live_html(timeline: Timeline, step: int | None) -> str:
         f"{head}"
         f'<section class="panel wide"><h3>Last steps</h3>'
         f"{timeline_html(timeline.steps, chosen, colours)}"
-        '<p class="legend"><span class="swatch prefill"></span>prefill '
-        '<span class="swatch decode"></span>decode '
-        '<span class="swatch end"></span>last token <span class="cross">✕</span> preempted</p>'
+        '<p class="legend"><span class="entry"><span class="swatch prefill"></span>prefill</span>'
+        '<span class="entry"><span class="swatch decode"></span>decode</span>'
+        '<span class="entry"><span class="swatch end"></span>last token</span>'
+        '<span class="entry"><span class="cross">✕</span> preempted</span></p>'
         "</section>"
         f'<section class="panel wide"><h3>Block pool, now</h3>'
         f"{block_map_html(timeline.blocks, colours)}</section>"

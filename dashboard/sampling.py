@@ -8,9 +8,11 @@ from typing import Any
 
 import gradio as gr
 
+from infer.errors import RequestError
 from infer.types import MAX_STOP_STRINGS
 
 DEFAULT_MAX_TOKENS = 512
+WHOLE = {"max_tokens": (1, 2**31 - 1), "seed": (0, 2**63 - 1)}  # lowest and highest
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -69,7 +71,11 @@ class Controls:
         return list(self.by_name.values())
 
     def settings(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Control values as request fields; blanks and neutral penalties are left out."""
+        """Control values as request fields; blanks and neutral penalties are left out.
+
+        Raises:
+            RequestError: a whole number is none, or out of range.
+        """
         fields: dict[str, Any] = {}
         for name, value in zip(self.by_name, values, strict=True):
             if name == "stop":
@@ -78,7 +84,10 @@ class Controls:
                     fields["stop"] = lines[:MAX_STOP_STRINGS]
             elif value is None or (name.endswith("_penalty") and value == _neutral(name)):
                 continue
-            elif name in ("top_k", "max_tokens", "seed"):
+            elif name in WHOLE:
+                if str(value).strip():
+                    fields[name] = _whole(name, str(value).strip())
+            elif name == "top_k":
                 fields[name] = int(value)
             else:
                 fields[name] = float(value)
@@ -112,13 +121,14 @@ def build_controls(prefix: str, max_tokens: int = DEFAULT_MAX_TOKENS) -> Control
 def build_few(prefix: str, max_tokens: int) -> dict[str, Any]:
     """Place the controls that most experiments need; they go by the field they set."""
     made = {r.name: _slider(prefix, r) for r in RANGES}
-    made["max_tokens"] = gr.Number(
-        value=max_tokens, label="Max tokens", info="blank: to the context's end",
-        precision=0, minimum=1, elem_id=f"{prefix}-max-tokens",
+    # Text boxes, because a number box that is left blank says 0.
+    made["max_tokens"] = gr.Textbox(
+        value=str(max_tokens), label="Max tokens", info="blank: to the context's end",
+        max_lines=1, elem_id=f"{prefix}-max-tokens",
     )  # fmt: skip
-    made["seed"] = gr.Number(
-        value=None, label="Seed", info="blank: a new one each time",
-        precision=0, minimum=0, elem_id=f"{prefix}-seed",
+    made["seed"] = gr.Textbox(
+        value="", label="Seed", info="blank: a new one each time", max_lines=1,
+        elem_id=f"{prefix}-seed",
     )  # fmt: skip
     return made
 
@@ -128,6 +138,18 @@ def _slider(prefix: str, kind: Range) -> Any:
         kind.low, kind.high, value=_neutral(kind.name), step=kind.step,
         label=kind.label, info=kind.info, elem_id=f"{prefix}-{kind.name.replace('_', '-')}",
     )  # fmt: skip
+
+
+def _whole(name: str, text: str) -> int:
+    low, high = WHOLE[name]
+    digits = text.replace(",", "").replace(" ", "")
+    if not (digits.isascii() and digits.isdecimal() and low <= int(digits[:20]) <= high):
+        label = name.replace("_", " ").capitalize()
+        raise RequestError(
+            f"{label} is {text[:40]!r}; it must be a whole number from {low} to {high}, or blank",
+            param=name,
+        )
+    return int(digits)
 
 
 def _neutral(name: str) -> float:

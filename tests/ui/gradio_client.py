@@ -36,7 +36,7 @@ class PageClient:
 
     async def ask(self, text: str, max_tokens: int) -> AsyncIterator[dict[str, Any]]:
         """Send a message; gives the queue's messages up to the end of the answer."""
-        given = {self._box: text, self._max_tokens: max_tokens}
+        given = {self._box: text, self._max_tokens: str(max_tokens)}
         for job in (self._send, *self._then):
             async for message in self._run(job, given):
                 yield message

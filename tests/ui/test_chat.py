@@ -71,6 +71,7 @@ def test_answer_streams_with_statistics(open_page: Callable[..., Any], site: Sit
     expect(page.locator("#chat-status")).to_contain_text("Context 44 of 2,048 tokens")
     body = site.engine.bodies[-1]
     assert body["messages"] == [{"role": "user", "content": "hello there"}]
+    assert "seed" not in body and body["max_tokens"] == 512
     assert body["temperature"] == 0.2 and body["top_p"] == 0.9  # the model's defaults
 
 
@@ -134,6 +135,20 @@ def test_settings_reach_the_engine(open_page: Callable[..., Any], site: Site) ->
     assert body["stop"] == ["END", "HALT"] and body["presence_penalty"] == 0.5
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert "repetition_penalty" not in body  # neutral: the engine's own
+
+
+def test_a_wrong_setting_is_named(open_page: Callable[..., Any], site: Site) -> None:
+    page = open_page()
+    page.locator("#chat-seed input").fill("minus one")
+    ask(page, "hello")
+    expect(page.get_by_text("Seed is 'minus one'; it must be a whole number")).to_be_visible()
+    assert site.engine.bodies == []
+    expect(page.locator("#msg textarea")).to_have_value("hello")
+    page.locator("#chat-seed input").fill("")
+    page.locator("#chat-max-tokens input").fill("")
+    ask(page, "hello")
+    finished(page)
+    assert "max_tokens" not in site.engine.bodies[-1]
 
 
 def test_thinking_folds_away(open_page: Callable[..., Any], site: Site) -> None:
