@@ -63,7 +63,7 @@ class Completion:
                 f"{used.prompt_tokens} prompt tokens, {used.cached_tokens} of them from the cache; "
                 f"{used.completion_tokens} generated; finish: {self.finish_reason}"
             )
-        return tokens_html(name, self.tokens, prefix=self.prefix, note=note)
+        return tokens_html(name, self.tokens, prefix=self.prefix, note=note, forks=name == "A")
 
 
 @dataclass(slots=True)

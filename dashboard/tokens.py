@@ -36,9 +36,15 @@ def tokens_of(text: str, logprobs: Mapping[str, Any] | None) -> list[Token]:
     ]
 
 
-def tokens_html(name: str, tokens: Sequence[Token], *, prefix: str = "", note: str = "") -> str:
-    """A column of tokens, coloured by probability; page.js shows the alternatives of one."""
-    body = "".join(_token(i, token) for i, token in enumerate(tokens))
+def tokens_html(
+    name: str, tokens: Sequence[Token], *, prefix: str = "", note: str = "", forks: bool = False
+) -> str:
+    """A column of tokens, coloured by probability; page.js shows the alternatives of one.
+
+    Where it ``forks``, choosing a token starts something.
+    """
+    role = "button" if forks else "img"
+    body = "".join(_token(i, token, role) for i, token in enumerate(tokens))
     if prefix:
         body = f'<span class="prefix" title="forked from A">{escape(prefix)}</span>{body}'
     if not body:
@@ -54,19 +60,22 @@ def tokens_html(name: str, tokens: Sequence[Token], *, prefix: str = "", note: s
     )
 
 
-def _token(index: int, token: Token) -> str:
+def _token(index: int, token: Token, role: str) -> str:
     visible = escape(token.text).replace("\n", "↵<br>") or "∅"
     focus = 0 if index == 0 else -1
     if token.logprob is None:
-        return f'<span class="token" data-index="{index}" tabindex="{focus}">{visible}</span>'
+        return (
+            f'<span class="token" role="{role}" data-index="{index}" tabindex="{focus}">'
+            f"{visible}</span>"
+        )
     share = math.exp(token.logprob)
     top = [[text, round(100 * math.exp(value), 2)] for text, value in token.top]
     detail = json.dumps({"text": token.text, "share": round(100 * share, 2), "top": top},
                         ensure_ascii=False)  # fmt: skip
     label = f"{token.text.strip() or 'blank'}, {100 * share:.0f} percent"
     return (
-        f'<span class="token p-{_level(share)}" data-index="{index}" tabindex="{focus}" '
-        f'aria-label="{escape(label, quote=True)}" '
+        f'<span class="token p-{_level(share)}" role="{role}" data-index="{index}" '
+        f'tabindex="{focus}" aria-label="{escape(label, quote=True)}" '
         f'data-detail="{escape(detail, quote=True)}">{visible}</span>'
     )
 
