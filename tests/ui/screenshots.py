@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("chromium is not installed (make system-deps)", file=sys.stderr)
         return 1
     args.out.mkdir(parents=True, exist_ok=True)
-    with server(args.url) as url, load(url):
+    with server(args.url) as url:
         shoot(url, args.out, chromium)
     if args.readme:
         PICTURES.mkdir(exist_ok=True)
@@ -115,19 +115,21 @@ def shoot(url: str, out: Path, chromium: str) -> None:
                 page.set_default_timeout(120_000)
                 page.goto(f"{url}/ui/?__theme={theme}")
                 page.wait_for_selector("#msg textarea")
-                walk(page, lambda name, page=page, tag=f"{size}-{theme}": page.screenshot(
-                    path=out / f"{tag}-{name}.png", full_page=name != "chat"
-                ))  # fmt: skip
+                tag = f"{size}-{theme}"
+
+                def picture(name: str, page: Any = page, tag: str = tag) -> None:
+                    page.screenshot(path=out / f"{tag}-{name}.png", full_page=name != "chat")
+
+                chat(page, picture)
+                with load(url):
+                    walk(page, picture)
                 page.close()
         browser.close()
 
 
-def walk(page: Any, picture: Any) -> None:
-    """Fill every tab and call ``picture`` with its name."""
+def chat(page: Any, picture: Callable[[str], None]) -> None:
+    """A question and its answer."""
     from playwright.sync_api import expect
-
-    def tab(name: str) -> None:
-        page.get_by_role("tab", name=name, exact=True).first.click()
 
     page.locator("#chat-max-tokens input").evaluate(  # folded away on a narrow screen
         "node => { node.value = '64'; node.dispatchEvent(new Event('input', {bubbles: true})) }"
@@ -136,6 +138,15 @@ def walk(page: Any, picture: Any) -> None:
     page.keyboard.press("Enter")
     expect(page.locator("#bot .thought-group", has_text="tokens/s")).to_be_visible(timeout=300_000)
     picture("chat")
+
+
+def walk(page: Any, picture: Callable[[str], None]) -> None:
+    """Fill every other tab and call ``picture`` with its name."""
+    from playwright.sync_api import expect
+
+    def tab(name: str) -> None:
+        page.get_by_role("tab", name=name, exact=True).first.click()
+
     tab("Completion")
     page.get_by_label("Side by side").check()
     for side in ("A", "B"):
