@@ -56,21 +56,20 @@ def real(
         yield running
 
 
-def failing_forward(error: BaseException, step: int) -> Callable[[Engine], Engine]:
-    """The forward pass of step number ``step`` (counted from 1) raises."""
+def failing_forward(error: BaseException, sequences: int) -> Callable[[Engine], Engine]:
+    """The forward pass of the first step that holds so many sequences raises."""
 
     def change(engine: Engine) -> Engine:
         runtime = engine.state.runtime
-        compute, steps = runtime.compute, 0
+        compute = runtime.compute
 
-        def counted(*arguments: Any) -> Any:
-            nonlocal steps
-            steps += 1
-            if steps == step:
+        def failing(*arguments: Any) -> Any:
+            batch = arguments[3]
+            if batch.attention.seq_rows.shape[0] == sequences:
                 raise error
             return compute(*arguments)
 
-        runtime.compute = counted
+        runtime.compute = failing
         return engine
 
     return change

@@ -65,7 +65,7 @@ def idle(server: Running) -> bool:
 def test_a_step_that_fails_ends_the_engine_with_the_cause(
     tiny: Path, error: Exception, depth: int
 ) -> None:
-    change = failing_forward(error, step=5)
+    change = failing_forward(error, sequences=3)
     with real(tiny, change=change, engine={"pipeline_depth": depth}) as server:
         answers = at_once(server, ["a", "bb", "ccc"], max_tokens=200)
         for answer in answers:

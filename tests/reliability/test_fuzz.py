@@ -415,7 +415,9 @@ def run(profile: settings) -> Counts:
     assert counts.sequences > profile.max_examples
     assert counts.preemptions > 0
     assert counts.hits > 0
-    assert counts.reasons.keys() == {"stop", "length", "abort", "error"}
+    assert counts.reasons.keys() >= {"stop", "length", "abort"}
+    if profile is not QUICK:  # logits that are not numbers are rare: few histories may miss them
+        assert "error" in counts.reasons
     assert counts.ties <= counts.tokens // 1000
     return counts
 
