@@ -72,7 +72,8 @@ class Guard:
                 "the API key is missing or wrong; send `Authorization: Bearer KEY`",
                 kind="authentication_error",
                 code="invalid_api_key",
-                headers={"WWW-Authenticate": 'Bearer, Basic realm="purestep", charset="UTF-8"'},
+                # Browsers ask for a password only where Basic stands alone; clients need no hint.
+                headers={"WWW-Authenticate": 'Basic realm="purestep", charset="UTF-8"'},
             )
         host = _hostname(headers.get("host", ""))
         if self._digest is None and host not in self._hosts:
