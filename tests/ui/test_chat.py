@@ -146,7 +146,7 @@ def test_a_wrong_setting_is_named(open_page: Callable[..., Any], site: Site) -> 
     expect(page.locator("#msg textarea")).to_have_value("hello")
     page.locator("#chat-seed input").fill("")
     page.locator("#chat-max-tokens input").fill("")
-    ask(page, "hello")
+    ask(page, "hello again")
     finished(page)
     assert "max_tokens" not in site.engine.bodies[-1]
 
