@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from dashboard.pacing import Pacer
 from dashboard.sampling import Controls, build_controls
 from dashboard.status import meter
 from dashboard.transcript import display, message_index
+from dashboard.turns import Phase, Turns
 from infer.errors import InferError, RequestError
 
 LATEX = [
@@ -63,24 +63,12 @@ class Parts:
 
 
 @dataclass(slots=True)
-class Turn:
-    """An answer being written for one browser tab."""
-
-    asked: Conversation
-    fields: Mapping[str, Any]
-    state: Conversation  # with the answer so far
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    left: bool = False  # the tab shows something else by now
-    kept: bool = True  # what was written before it was left
-
-
-@dataclass(slots=True)
 class ChatPage:
-    """The chat page of one application. ``running`` maps a browser tab's session to its turn."""
+    """The chat page of one application."""
 
     api: EngineApi
     pacer: Pacer
-    running: dict[str, Turn] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)
     max_model_len: int | None = None
 
     def build(self) -> Parts:
@@ -101,7 +89,7 @@ class ChatPage:
                 return None
             return fields if thinking else {**fields, **NO_THINKING}
 
-        def send(
+        async def send(
             request: gr.Request,
             text: str,
             state: Conversation,
@@ -112,15 +100,15 @@ class ChatPage:
             if not text.strip():
                 return SKIP
             asked = talks.add(replace(state, system=system), Message(role="user", text=text))
-            return self._begin(request, asked, fields_of(thinking, values), "")
+            return await self._begin(request, asked, fields_of(thinking, values), "")
 
-        def retry(
+        async def retry(
             request: gr.Request, state: Conversation, system: str, thinking: bool, *values: Any
         ) -> list[Any]:
             asked = replace(_asked(state), system=system)
-            return self._begin(request, asked, fields_of(thinking, values))
+            return await self._begin(request, asked, fields_of(thinking, values))
 
-        def edit(
+        async def edit(
             data: gr.EditData,
             request: gr.Request,
             state: Conversation,
@@ -129,7 +117,7 @@ class ChatPage:
             *values: Any,
         ) -> list[Any]:
             asked = replace(_edited(state, data), system=system)
-            return self._begin(request, asked, fields_of(thinking, values))
+            return await self._begin(request, asked, fields_of(thinking, values))
 
         # Three events an answer, because every output of every redraw costs a millisecond: one
         # shows the question, one lets the answer grow and redraws nothing else, one completes it.
@@ -139,19 +127,22 @@ class ChatPage:
             "api_visibility": "private",
         }
         for began in (
-            p.box.submit(send, [p.box, *inputs], outputs, **asks),
+            # Enter, pressed while a refusal is on its way, counts with what the page says then.
+            p.box.submit(send, [p.box, *inputs], outputs, trigger_mode="always_last", **asks),
             p.bot.retry(retry, inputs, outputs, **asks),
             p.bot.edit(edit, inputs, outputs, **asks),
         ):
-            grown = began.then(self._grow, None, p.bot, **asks)
-            grown.then(self._finish, None, outputs, **asks)
+            # The end of one chain may still run when the next one's comes: both must.
+            grown = began.then(self._grow, None, p.bot, trigger_mode="multiple", **asks)
+            grown.then(self._finish, None, outputs, trigger_mode="multiple", **asks)
         quick = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
         p.box.stop(self._stop, None, None, **quick)
         p.bot.undo(self._undo, p.state, outputs, **quick)
         p.fresh.click(self._fresh, None, [*outputs, p.system], **quick)
-        p.listing.open(self._open, None, [*outputs, p.system], **asks)
-        p.listing.imported(_imported, None, p.saved, **asks)
-        p.listing.renamed(_renamed, p.state, p.state, **quick)
+        # A second click on the list counts, however soon it comes.
+        p.listing.open(self._open, None, [*outputs, p.system], trigger_mode="multiple", **asks)
+        p.listing.imported(_imported, None, p.saved, trigger_mode="multiple", **asks)
+        p.listing.renamed(_renamed, p.state, p.state, trigger_mode="multiple", **quick)
         p.saved.change(None, p.saved, None, js="(text) => { purestep.save(text); }")
 
     def start(
@@ -182,7 +173,7 @@ class ChatPage:
             p.state, p.bot, p.box, p.status, p.saved, p.system, p.thinking, *p.controls.components,
         ]  # fmt: skip
 
-    def _begin(
+    async def _begin(
         self,
         request: gr.Request,
         asked: Conversation,
@@ -195,13 +186,13 @@ class ChatPage:
         """
         if fields is None:
             return SKIP
-        session = request.session_hash or ""
-        if session in self.running:
+        session = _session(request)
+        if not await self.turns.free(session):
             gr.Info("An answer is still being written; stop it first.")
             return SKIP
         if not asked.messages or asked.messages[-1].role != "user":
             return [asked, display(asked), gr.skip(), gr.skip(), talks.to_json(asked)]
-        self.running[session] = Turn(asked, fields, asked)
+        self.turns.begin(session, asked, fields)
         box: dict[str, Any] = {"submit_btn": False, "stop_btn": True}
         if text is not None:
             box["value"] = text
@@ -210,80 +201,69 @@ class ChatPage:
 
     async def _grow(self, request: gr.Request) -> AsyncGenerator[Any, None]:
         """The answer, growing."""
-        session = request.session_hash or ""
-        turn = self.running.get(session)
-        if turn is None or turn.stop.is_set():
+        session = _session(request)
+        turn = self.turns.take(session)
+        if turn is None:
             return
         messages = talks.wire_messages(turn.asked)
         stream = answer(self.api, self.pacer, messages, turn.fields, turn.stop)
-        complete = False
         try:
             async with aclosing(stream) as drafts:
                 async for message in drafts:
                     turn.state = talks.add(turn.asked, message)
-                    if not turn.left:
-                        yield display(turn.state)
-            complete = True
+                    # Gradio sends the last value again at the end, when a tab that was left
+                    # shows something else: that must then be the last value.
+                    yield display(turn.state if turn.instead is None else turn.instead)
+            turn.phase = Phase.GROWN
+        except Exception:
+            turn.phase = Phase.GROWN  # a fault of ours must not leave the box without its button
+            raise
         finally:
-            if not complete:  # nobody is there any more to finish it
-                self.running.pop(session, None)
+            if turn.phase is Phase.GROWING:  # nobody is there any more to finish it
+                self.turns.abandon(session, turn)
 
-    def _finish(self, request: gr.Request) -> list[Any]:
+    async def _finish(self, request: gr.Request) -> list[Any]:
         """The complete answer, and the box ready for the next question."""
-        turn = self.running.pop(request.session_hash or "", None)
+        turn = self.turns.finish(_session(request))
         if turn is None:
             return SKIP
         idle = gr.update(submit_btn=True, stop_btn=False)
-        if turn.left:
+        if turn.instead is not None:
             kept = talks.file_json((turn.state,)) if turn.kept else gr.skip()
-            return [gr.skip(), gr.skip(), idle, gr.skip(), kept]
+            return [gr.skip(), display(turn.instead), idle, gr.skip(), kept]
         state = turn.state
         return [state, display(state), idle, self._meter(state), talks.to_json(state)]
 
-    def _stop(self, request: gr.Request) -> None:
-        turn = self.running.get(request.session_hash or "")
-        if turn is not None:
-            turn.stop.set()
+    async def _stop(self, request: gr.Request) -> None:
+        self.turns.stop(_session(request))
 
-    def leave(self, request: gr.Request, *, kept: bool = True) -> None:
-        """The tab shows something else now; what was written so far is ``kept``, or not."""
-        turn = self.running.get(request.session_hash or "")
-        if turn is not None:
-            turn.left, turn.kept = True, kept
-            turn.stop.set()
-
-    def forget(self, request: gr.Request) -> None:
+    async def forget(self, request: gr.Request) -> None:
         """The tab was closed."""
-        turn = self.running.pop(request.session_hash or "", None)
-        if turn is not None:
-            turn.stop.set()
+        self.turns.forget(_session(request))
 
-    def _fresh(self, request: gr.Request) -> list[Any]:
-        self.leave(request)
-        return [*self._shown(talks.new()), ""]
+    async def _fresh(self, request: gr.Request) -> list[Any]:
+        state = talks.new()
+        self.turns.leave(_session(request), state)
+        return [*self._shown(state), ""]
 
-    def _undo(self, state: Conversation, request: gr.Request) -> list[Any]:
+    async def _undo(self, state: Conversation, request: gr.Request) -> list[Any]:
         """Take the last turn back; its text returns to the box."""
-        self.leave(request, kept=False)
         kept = _asked(state)
         text = kept.messages[-1].text if kept.messages else ""
         state = talks.cut(kept, max(0, len(kept.messages) - 1))
-        return [
-            state,
-            display(state),
-            gr.update(value=text),
-            self._meter(state),
-            talks.to_json(state),
-        ]
+        self.turns.leave(_session(request), state, kept=False)
+        values = self._shown(state)
+        values[2] = gr.update(value=text)
+        return values
 
-    def _open(self, data: gr.EventData, request: gr.Request) -> list[Any]:
-        self.leave(request)
+    async def _open(self, data: gr.EventData, request: gr.Request) -> list[Any]:
         text = data._data.get("text")
         try:
             state = talks.from_json(text) if text else talks.new()
         except RequestError as error:
             gr.Warning(str(error))
             state = talks.new()
+        self.turns.leave(_session(request), state)
         values = self._shown(state)
         values[-1] = gr.skip()
         return [*values, state.system]
@@ -341,6 +321,10 @@ def _layout() -> Parts:
     )  # fmt: skip
 
 
+def _session(request: gr.Request) -> str:
+    return request.session_hash or ""
+
+
 def _asked(state: Conversation) -> Conversation:
     """``state`` up to its last question."""
     length = len(state.messages)
@@ -362,13 +346,13 @@ def _edited(state: Conversation, data: gr.EditData) -> Conversation:
     return replace(state, messages=messages)
 
 
-def _renamed(data: gr.EventData, state: Conversation) -> Conversation:
+async def _renamed(data: gr.EventData, state: Conversation) -> Conversation:
     """The open conversation under the title it was given in the list."""
     title, name = data._data.get("title"), data._data.get("id")
     return replace(state, title=str(title)) if name == state.id and title else state
 
 
-def _imported(data: gr.EventData) -> Any:
+async def _imported(data: gr.EventData) -> Any:
     """Check a file's conversations; the browser stores what comes back."""
     try:
         return talks.file_json(talks.parse_file(str(data._data.get("text"))))

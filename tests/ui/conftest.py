@@ -117,10 +117,3 @@ def open_page(browser: Any, site: Site, watch: Watch) -> Iterator[Callable[..., 
         context.close()
     assert watch.remote == []
     assert watch.errors == []
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A browser on a busy machine is late now and then: such a test gets a second chance."""
-    for item in items:
-        if item.get_closest_marker("browser"):
-            item.add_marker(pytest.mark.flaky(reruns=2))

@@ -1,0 +1,108 @@
+"""Which answers are being written, one a browser tab.
+
+A turn goes through three events that the browser chains: the first begins it, the second lets the
+answer grow, the third finishes it. A refused question starts such a chain too, and its tail may
+arrive between the events of the next question. So a turn says how far it is, and an event that
+comes too early or too late for it does nothing.
+
+One event loop uses all of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from dashboard.conversation import Conversation
+
+PATIENCE_S = 5.0  # for a turn that was left and is about to end
+
+
+class Phase(Enum):
+    """How far a turn is."""
+
+    ASKED = "asked"
+    GROWING = "growing"
+    GROWN = "grown"
+
+
+@dataclass(slots=True)
+class Turn:
+    """An answer being written for one tab."""
+
+    asked: Conversation
+    fields: Mapping[str, Any]
+    state: Conversation  # with the answer so far
+    phase: Phase = Phase.ASKED
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    instead: Conversation | None = None  # what the tab shows by now, if it was left
+    kept: bool = True  # what was written before it was left
+
+
+class Turns:
+    """The turns of all tabs by their session."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Turn] = {}
+
+    async def free(self, session: str) -> bool:
+        """Whether a question may be asked; a turn that was left is given time to end."""
+        turn = self._running.get(session)
+        if turn is not None and turn.instead is not None:
+            try:
+                await asyncio.wait_for(turn.ended.wait(), PATIENCE_S)
+            except TimeoutError:
+                return False
+        return session not in self._running
+
+    def begin(self, session: str, asked: Conversation, fields: Mapping[str, Any]) -> None:
+        """Begin a turn of a session that is ``free``."""
+        assert session not in self._running
+        self._running[session] = Turn(asked, fields, asked)
+
+    def take(self, session: str) -> Turn | None:
+        """The turn whose answer shall grow now; None if there is none, or it grows already."""
+        turn = self._running.get(session)
+        if turn is None or turn.phase is not Phase.ASKED:
+            return None
+        turn.phase = Phase.GROWING
+        return turn
+
+    def finish(self, session: str) -> Turn | None:
+        """End the turn whose answer has grown; None if there is none."""
+        turn = self._running.get(session)
+        if turn is None or turn.phase is not Phase.GROWN:
+            return None
+        del self._running[session]
+        turn.ended.set()
+        return turn
+
+    def stop(self, session: str) -> None:
+        """Let the answer end with what there is."""
+        turn = self._running.get(session)
+        if turn is not None:
+            turn.stop.set()
+
+    def leave(self, session: str, instead: Conversation, *, kept: bool = True) -> None:
+        """The tab shows ``instead`` now; what was written so far is ``kept``, or not."""
+        turn = self._running.get(session)
+        if turn is not None:
+            turn.instead, turn.kept = instead, kept
+            turn.stop.set()
+
+    def forget(self, session: str) -> None:
+        """The tab was closed: nobody will finish its turn."""
+        turn = self._running.get(session)
+        if turn is not None:
+            self.abandon(session, turn)
+
+    def abandon(self, session: str, turn: Turn) -> None:
+        """``turn`` ends here; another one that the session may have by now goes on."""
+        turn.stop.set()
+        turn.ended.set()
+        if self._running.get(session) is turn:
+            del self._running[session]
