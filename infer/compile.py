@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from infer.models import decoder
+from infer.native.build import compiler
 from infer.ops import LayerFn, LayerShape, Ops, torch_traced
 from infer.parallel import TP
 from infer.weights import LayerWeights
@@ -39,21 +39,14 @@ def obstacle(ops: Ops, device: torch.device | str) -> str | None:
     if ops.name != "torch":
         return f"the stages of backend {ops.name} are kernels already"
     if torch.device(device).type == "cpu" and compiler() is None:
-        return "there is no C++ compiler (looked for $CXX, g++ and clang++)"
+        return "there is no C++ compiler (looked for $CXX, g++, clang++ and c++)"
     return None
-
-
-def compiler() -> str | None:
-    """The C++ compiler that Inductor would use for a CPU."""
-    names = (os.environ.get("CXX"), "g++", "clang++")
-    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def num_compilations() -> int:
     """Graphs compiled in this process so far; it stands still once everything is warm."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
+    dynamo = sys.modules.get("torch._dynamo.utils")  # whoever compiles has imported it
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def _layer(ops: Ops) -> LayerFn:

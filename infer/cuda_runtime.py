@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from infer import device_step as step
-from infer import graphs, kernelcache
+from infer import graphs
+from infer import rows as row_state
 from infer.blocks import Int32
 from infer.config import Limits
 from infer.device_step import DeviceValues
-from infer.graphs import Graph
+from infer.graphs import Graph, Shape
 from infer.hostbatch import HostBatch
 from infer.kv import KVCache
 from infer.model import Model
@@ -28,9 +29,11 @@ from infer.rows import RowState, table_changes
 from infer.runtime import EMPTY, Pending, Ready, Runtime, extras, step_arrays
 from infer.sequences import Need, Sequences
 from infer.staging import Returns, Staging
+from infer.weights import local_config
 
 STAGING_WORDS = 1 << 20
 POLL_S = 20e-6
+SHORT_TOKENS = 64
 
 
 class Fetched:
@@ -112,6 +115,11 @@ class CudaRuntime(Runtime):
         plain: Iterable[Graph],
         to_logits: Iterable[Graph],
     ) -> None:
+        self._kernels = None
+        if ops.name != "torch":
+            from infer import kernelcache
+
+            self._kernels = kernelcache.compilations()
         self._staging = Staging(model.device, STAGING_WORDS)
         super().__init__(model, ops, uploader=self._staging)
         self._returns = Returns(2 * limits.max_num_seqs)
@@ -130,7 +138,11 @@ class CudaRuntime(Runtime):
 
     def take_counters(self) -> tuple[bool, int]:
         """Whether the last step replayed a graph, and recompilations since the last call."""
-        return self._hit, 0
+        return self._hit, self._newly_compiled()
+
+    def num_compilations(self) -> int:
+        """Graphs of torch.compile, and kernels."""
+        return super().num_compilations() + (self._kernels.count if self._kernels else 0)
 
     @torch.inference_mode()
     def run(
@@ -207,18 +219,40 @@ class CudaRuntime(Runtime):
         return Fetched(values, values.tokens.shape[0], self._model.tp)
 
 
+@torch.inference_mode()
+def warm_up(model: Model, ops: Ops, kv: KVCache, limits: Limits, *, use_graphs: bool) -> None:
+    """Run once whatever an engine of these limits will run, so that all of it is compiled.
+
+    ``kv`` may be of one block: the steps are padding.
+    """
+    rows = row_state.make(limits, local_config(model.config, model.tp).vocab_size, model.device)
+    most = limits.max_num_seqs
+    # Eager steps of short and of long prompts use different tiles.
+    eager = [
+        Shape(limits.max_num_batched_tokens, most, decode=False),
+        Shape(SHORT_TOKENS, most, decode=False),
+    ]
+    shapes = [*eager, *(graphs.all_shapes(limits) if use_graphs else [])]
+    if ops.name != "torch" and model.tp.size == 1:
+        from infer import kernelcache
+
+        # All layers use the same kernels.
+        one = replace(model, weights=replace(model.weights, layers=model.weights.layers[:1]))
+        first = KVCache(kv.k[:1], kv.v[:1])
+        kernelcache.fill(lambda: graphs.warm_up(one, ops, first, rows, limits, shapes))
+    graphs.warm_up(model, ops, kv, rows, limits, shapes)
+
+
 def make(
     model: Model, ops: Ops, kv: KVCache, rows: RowState, limits: Limits, *, use_graphs: bool
 ) -> CudaRuntime:
-    """Compile and capture everything an engine of these limits will run."""
+    """Capture every graph that an engine of these limits will run; ``warm_up`` comes first."""
     plain: list[Graph] = []
     to_logits: list[Graph] = []
     if use_graphs:
         pool = torch.cuda.graph_pool_handle()
-        shapes = graphs.all_shapes(limits)
-        kernelcache.fill(model, ops, limits, shapes)
         with graphs.quiet_gc(), torch.inference_mode():
-            for shape in shapes:
+            for shape in graphs.all_shapes(limits):
                 plain.append(
                     graphs.capture(model, ops, kv, rows, limits, shape, pool, sampling=True)
                 )

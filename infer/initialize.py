@@ -16,9 +16,9 @@ from infer.config import EngineConfig, Limits, ModelConfig
 from infer.errors import ConfigError
 from infer.kv import KVCache
 from infer.model import Model
+from infer.models.decoder import layer_shape
 from infer.ops import Ops
-from infer.ops.backends import make_ops
-from infer.ops.torch_packed import pack
+from infer.ops.backends import choose, make_ops
 from infer.parallel import lowest, opening
 from infer.rows import RowState
 from infer.runtime import Runtime
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 CPU_KV_BYTES = 1 << 30
 CPU_DEFAULTS = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "pipeline_depth": 0}
 CUDA_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "pipeline_depth": 1}
-BLOCK_SIZES = {"torch": 16, "triton": 64, "flash_attn": 256}
+BLOCK_SIZES = {"native": 16, "torch": 16, "triton": 64, "flash_attn": 256}
 
 
 def init(model: Model, config: EngineConfig | None = None) -> EngineState:
@@ -49,8 +49,11 @@ def init(model: Model, config: EngineConfig | None = None) -> EngineState:
 
 
 def _init(model: Model, config: EngineConfig) -> EngineState:
-    ops = make_ops(config.attention_backend, model.config, model.device)
-    config = _decided(model, config, ops)
+    ops = _ops(model, config)
+    config = _with_defaults(model, config, ops)
+    if model.device.type == "cuda":
+        _warm_up(model, config, ops)
+    config = _sized(model, config, ops)
     limits = _limits(model, config)
     with torch.inference_mode():
         kv = allocate_kv(model, limits)
@@ -64,6 +67,19 @@ def _init(model: Model, config: EngineConfig) -> EngineState:
         limits=limits,
         config=config,
     )
+
+
+def _ops(model: Model, config: EngineConfig) -> Ops:
+    name, reason = choose(
+        config.attention_backend,
+        model.device,
+        model.dtype,
+        num_ranks=model.tp.size,
+        compiling=bool(config.compile),
+    )
+    if reason is not None:
+        logger.info("plain torch computes instead of native kernels: %s", reason)
+    return make_ops(name, model.config, model.device)
 
 
 def allocate_kv(model: Model, limits: Limits) -> KVCache:
@@ -89,8 +105,9 @@ def _runtime(
             logger.info("layers run uncompiled: %s", reason)
     if model.device.type != "cuda":
         executable = model
-        if ops.layer is None and model.tp.size == 1:
-            executable = replace(model, weights=pack(model.weights))
+        if ops.layer is None and ops.lay_out is not None and model.tp.size == 1:
+            shape = layer_shape(model.config, model.tp)
+            executable = replace(model, weights=ops.lay_out(model.weights, shape))
         return Runtime(model, ops, executable=executable)
     from infer import cuda_runtime
 
@@ -98,8 +115,8 @@ def _runtime(
     return cuda_runtime.make(model, ops, kv, rows, limits, use_graphs=use_graphs)
 
 
-def _decided(model: Model, config: EngineConfig, ops: Ops) -> EngineConfig:
-    """``config`` with every None filled in; lengths and memory agree."""
+def _with_defaults(model: Model, config: EngineConfig, ops: Ops) -> EngineConfig:
+    """``config`` with every None filled in that the device and the backend decide."""
     cuda = model.device.type == "cuda"
     defaults = CUDA_DEFAULTS if cuda else CPU_DEFAULTS
     changes: dict[str, Any] = {k: v for k, v in defaults.items() if getattr(config, k) is None}
@@ -110,10 +127,23 @@ def _decided(model: Model, config: EngineConfig, ops: Ops) -> EngineConfig:
         changes["max_num_seqs"] = min(seqs, config.max_num_batched_tokens or seqs)
     changes["block_size"] = config.block_size or BLOCK_SIZES.get(ops.name, 16)
     changes["compile"] = config.compile if config.compile is not None else cuda
-    config = replace(config, **changes)
+    return replace(config, **changes)
+
+
+def _sized(model: Model, config: EngineConfig, ops: Ops) -> EngineConfig:
+    """``config`` with a pool that fits the memory there is, and lengths that fit the pool."""
+    assert config.block_size is not None
     num_blocks = config.num_blocks or _num_blocks(model, config, ops)
-    model_len = _max_model_len(model.config, config, num_blocks * changes["block_size"])
+    model_len = _max_model_len(model.config, config, num_blocks * config.block_size)
     return replace(config, num_blocks=num_blocks, max_model_len=model_len)
+
+
+def _warm_up(model: Model, config: EngineConfig, ops: Ops) -> None:
+    from infer import cuda_runtime
+
+    limits = _profile_limits(model, config)
+    use_graphs = config.cuda_graphs and ops.capturable
+    cuda_runtime.warm_up(model, ops, allocate_kv(model, limits), limits, use_graphs=use_graphs)
 
 
 def kv_bytes_per_token(model: Model) -> int:
@@ -131,9 +161,7 @@ def _num_blocks(model: Model, config: EngineConfig, ops: Ops) -> int:
         return lowest(max(1, CPU_KV_BYTES // per_block), model.tp, model.device)
     from infer import memory
 
-    # Any length serves for the profile: its steps are padding and touch one block only.
-    length = config.max_model_len or model.config.max_position_embeddings
-    limits = _limits(model, replace(config, num_blocks=1, max_model_len=length))
+    limits = _profile_limits(model, config)
     working = memory.working_bytes(model, ops, allocate_kv(model, limits), limits, config)
     budget = memory.free_budget(model.device, config.gpu_memory_utilization) - working
     # Ranks share one plan: what the poorest has is what all use, and all complain alike.
@@ -160,6 +188,12 @@ def _max_model_len(model: ModelConfig, config: EngineConfig, pool: int) -> int:
             "gpu_memory_utilization, or lower max_model_len"
         )
     return asked
+
+
+def _profile_limits(model: Model, config: EngineConfig) -> Limits:
+    """Limits before the pool is sized. Any will do: the steps are padding and touch one block."""
+    length = config.max_model_len or model.config.max_position_embeddings
+    return _limits(model, replace(config, num_blocks=1, max_model_len=length))
 
 
 def _limits(model: Model, config: EngineConfig) -> Limits:

@@ -1,114 +1,125 @@
 """Fill Triton's cache on disk from several processes, before an engine compiles for itself.
 
-Compiling holds the interpreter lock, so threads do not help. Each process makes a model of one
-layer with the same shapes and runs some of the engine's steps on padding; the engine then finds
-every kernel compiled. ``infer.kernelworker`` is such a process.
+A rehearsal runs all that the engine will run, while a hook notes each kernel that is not compiled
+yet and keeps it from being compiled and launched. What was noted is compiled by the forks of one
+process, ``infer.kernelworker``: compiling holds the interpreter lock, so threads would not help.
+The engine then finds every kernel on disk.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import triton
 import xxhash
-
-from infer.config import Limits
-from infer.graphs import Shape
-from infer.model import Model
-from infer.ops import Ops
+from triton.runtime.driver import driver
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 8
-WORKER_BYTES = 3 << 30  # of GPU memory: a CUDA context, one layer, an embedding, activations
 TIMEOUT_S = 300.0
+FEW = 4  # kernels that an engine compiles by itself before a worker has started
 
 
-def fill(model: Model, ops: Ops, limits: Limits, shapes: Sequence[Shape]) -> None:
-    """Compile what ``shapes`` need, unless that was done before or there is no room for it.
+@dataclass(frozen=True, slots=True, order=True)
+class Wanted:
+    """One kernel to compile: where it is defined, and Triton's own account of one variant."""
+
+    module: str
+    name: str
+    variant: str  # JSON, for ``JITFunction.preload``
+
+
+@dataclass(slots=True)
+class Compilations:
+    """A hook of Triton's that counts the kernels this process has compiled or loaded."""
+
+    following: Callable[..., Any] | None = None
+    count: int = field(default=0, init=False)
+
+    def __call__(self, **event: Any) -> None:
+        """Called by Triton after each."""
+        self.count += 1
+        if self.following is not None:
+            self.following(**event)
+
+
+def compilations() -> Compilations:
+    """The count of this process, which starts with the first call."""
+    runtime = triton.knobs.runtime
+    hook = runtime.jit_post_compile_hook
+    if not isinstance(hook, Compilations):
+        hook = runtime.jit_post_compile_hook = Compilations(following=hook)
+    return hook
+
+
+def fill(rehearsal: Callable[[], None]) -> None:
+    """Compile the kernels that ``rehearsal`` launches, unless that was done before.
 
     A worker that fails costs time, not correctness: the engine compiles what is missing.
     """
-    if ops.name != "triton" or model.tp.size > 1:
+    wanted, sources = rehearse(rehearsal)
+    if len(wanted) <= FEW:
         return
-    spec = _spec(model, limits)
-    marker = _marker(spec)
-    count = min(WORKERS, (os.cpu_count() or 1) // 2, _free_bytes(model.device) // WORKER_BYTES)
-    if count < 2 or marker.exists():
-        return
-    processes = []
-    for part in _parts(shapes, count):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "infer.kernelworker"], stdin=subprocess.PIPE, text=True
-        )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps({**spec, "shapes": [asdict(shape) for shape in part]}))
-        process.stdin.close()
-        processes.append(process)
-    endings = [_ended_well(process) for process in processes]
-    if all(endings):
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
+    done = _marker(wanted, sources)
+    if not done.exists() and compile_all(wanted):
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
 
 
-def _parts(shapes: Sequence[Shape], count: int) -> list[list[Shape]]:
-    """Shapes that share kernels stay together: all mixed ones, and neighbours in size."""
-    mixed = [shape for shape in shapes if not shape.decode]
-    decode = sorted(shape for shape in shapes if shape.decode)
-    cuts = [len(decode) * i // (count - 1) for i in range(count)]
-    return [mixed, *(decode[a:b] for a, b in pairwise(cuts))]
+def rehearse(rehearsal: Callable[[], None]) -> tuple[list[Wanted], set[str]]:
+    """The kernels that ``rehearsal`` wants, and digests of their sources. None of them runs."""
+    wanted: set[Wanted] = set()
+    sources: set[str] = set()
 
+    def note(*, fn: Any, compile: Any, **_: Any) -> bool:
+        wanted.add(Wanted(fn.module, fn.name, compile["specialization_data"]))
+        sources.add(fn.jit_function.cache_key)
+        return True  # do not compile, do not launch
 
-def _ended_well(process: subprocess.Popen[str]) -> bool:
+    runtime = triton.knobs.runtime
+    before, runtime.jit_cache_hook = runtime.jit_cache_hook, note
     try:
-        status = process.wait(TIMEOUT_S)
+        rehearsal()
+    finally:
+        runtime.jit_cache_hook = before
+    return sorted(wanted), sources
+
+
+def compile_all(wanted: list[Wanted]) -> bool:
+    """Compile ``wanted`` into the cache on disk; says whether all of it is there."""
+    device = driver.active.get_current_device()
+    target = driver.active.get_current_target()
+    work = {
+        "device": device,
+        "target": [target.backend, target.arch, target.warp_size],
+        "kernels": [asdict(kernel) for kernel in wanted],
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infer.kernelworker"], stdin=subprocess.PIPE, text=True
+    )
+    try:
+        process.communicate(json.dumps(work), TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        status = process.wait()
-    if status:
-        logger.warning("a kernel compiler ended with status %d; the engine compiles itself", status)
-    return status == 0
+        process.wait()
+    if process.returncode:
+        logger.warning(
+            "compiling kernels ahead ended with status %d; the engine compiles what is missing",
+            process.returncode,
+        )
+    return process.returncode == 0
 
 
-def _spec(model: Model, limits: Limits) -> dict[str, Any]:
-    return {
-        "config": asdict(replace(model.config, num_layers=1)),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "limits": {
-            "max_model_len": limits.max_model_len,
-            "max_num_seqs": limits.max_num_seqs,
-            "max_num_batched_tokens": limits.max_num_batched_tokens,
-            "block_size": limits.block_size,
-            "num_blocks": 1,
-            "prefix_caching": False,
-            "vocab_size": limits.vocab_size,
-        },
-    }
-
-
-def _marker(spec: dict[str, Any]) -> Path:
+def _marker(wanted: list[Wanted], sources: set[str]) -> Path:
     """A file in Triton's own cache, so that both are deleted together."""
-    import triton
-
-    digest = xxhash.xxh3_128()
-    # How long sequences may grow is no constant of any kernel.
-    constants = {**spec, "limits": {**spec["limits"], "max_model_len": 0}}
-    digest.update(json.dumps(constants, sort_keys=True).encode())
-    digest.update(f"{triton.__version__} {torch.cuda.get_device_name(spec['device'])}".encode())
-    for source in sorted((Path(__file__).parent / "ops").glob("triton_*.py")):
-        digest.update(source.read_bytes())
+    digest = xxhash.xxh3_128(triton.__version__.encode())
+    for text in (*(kernel.variant for kernel in wanted), *sorted(sources)):
+        digest.update(text.encode())
     return Path(triton.knobs.cache.dir) / "purestep" / digest.hexdigest()
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0]

@@ -1,42 +1,83 @@
-"""One of the processes of ``infer.kernelcache``: its work is JSON on standard input."""
+"""The process behind ``infer.kernelcache``: imports once, then compiles in forks, without a GPU.
+
+Its work is JSON on standard input. No fork ever calls CUDA, so none pays for a context.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import struct
 import sys
+import traceback
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
-import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.driver import driver
 
-from infer import graphs
-from infer import rows as row_state
-from infer.config import Limits, ModelConfig, RopeConfig
-from infer.graphs import Shape
-from infer.initialize import allocate_kv
-from infer.loading import load
-from infer.ops.backends import make_ops
+RECORD = struct.Struct("=H")  # a job in the queue, the index of a kernel
 
 
-def work(spec: dict[str, Any]) -> None:
-    """Run one worker's steps."""
-    rope = RopeConfig(**spec["config"].pop("rope"))
-    eos = tuple(spec["config"].pop("eos_token_ids"))
-    config = ModelConfig(rope=rope, eos_token_ids=eos, **spec["config"])
-    model = load(
-        config=config,
-        load_format="random",
-        dtype=spec["dtype"],
-        device=spec["device"],
-        progress=False,
-    )
-    limits = Limits(**spec["limits"])
-    ops = make_ops("triton", config, model.device)
-    with torch.inference_mode():
-        kv = allocate_kv(model, limits)
-        rows = row_state.make(limits, config.vocab_size, model.device)
-        shapes = [Shape(**shape) for shape in spec["shapes"]]
-        graphs.warm_up(model, ops, kv, rows, limits, shapes)
+@dataclass(frozen=True, slots=True)
+class CompileOnly:
+    """As much of a Triton driver as compiling asks for: no GPU is touched."""
+
+    device: int
+    target: GPUTarget
+
+    def get_current_device(self) -> int:
+        """The device whose kernels these are."""
+        return self.device
+
+    def get_current_target(self) -> GPUTarget:
+        """What to compile for."""
+        return self.target
+
+
+def work(device: int, target: tuple[str, int, int], kernels: list[dict[str, str]]) -> int:
+    """Compile ``kernels`` on all processors; returns how many processes failed."""
+    for module in {kernel["module"] for kernel in kernels}:
+        import_module(module)
+    driver.set_active(CompileOnly(device, GPUTarget(*target)))
+    jobs, queue = os.pipe()
+    children = []
+    for _ in range(min(len(kernels), os.cpu_count() or 1)):
+        child = os.fork()
+        if not child:
+            os.close(queue)
+            os._exit(_consume(jobs, kernels))
+        children.append(child)
+    os.close(jobs)
+    try:
+        for index in range(len(kernels)):
+            os.write(queue, RECORD.pack(index))
+    except BrokenPipeError:
+        pass  # every process has failed, as their statuses say
+    os.close(queue)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+def _consume(jobs: int, kernels: list[dict[str, str]]) -> int:
+    """Compile what the queue gives, until it is closed; returns an exit status."""
+    try:
+        # A pipe gives records whole: they are written in one piece and shorter than PIPE_BUF.
+        while record := os.read(jobs, RECORD.size):
+            _compile(**kernels[RECORD.unpack(record)[0]])
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _compile(module: str, name: str, variant: str) -> None:
+    kernel: Any = getattr(import_module(module), name).preload(variant)
+    if hasattr(nvidia, "make_launcher"):  # this Triton compiles C for each signature
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 if __name__ == "__main__":
-    work(json.load(sys.stdin))
+    spec = json.load(sys.stdin)
+    sys.exit(work(spec["device"], tuple(spec["target"]), spec["kernels"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from infer import device_step as step
-from infer import graphs, kernelcache
+from infer import graphs
 from infer import rows as row_state
 from infer.config import EngineConfig, Limits
 from infer.graphs import Shape
@@ -13,8 +13,6 @@ from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
 from infer.weights import local_config
-
-SHORT_TOKENS = 64
 
 
 def free_budget(device: torch.device, fraction: float) -> int:
@@ -29,18 +27,12 @@ def working_bytes(model: Model, ops: Ops, kv: KVCache, limits: Limits, config: E
     """Bytes that rows, the largest eager step and the graphs need beside weights and KV.
 
     Runs the largest step with the hungriest sampler and captures the largest graphs, on a KV cache
-    of one block; smaller graphs share their memory.
+    of one block; smaller graphs share their memory. All of it must have run before, so that no
+    compiling is measured.
     """
     largest = Shape(limits.max_num_batched_tokens, limits.max_num_seqs, decode=False)
     use_graphs = config.cuda_graphs and ops.capturable
     vocab = local_config(model.config, model.tp).vocab_size
-    rows = row_state.make(limits, vocab, model.device)
-    every = graphs.all_shapes(limits) if use_graphs else []
-    # Eager steps of short and of long prompts use different tiles.
-    shapes = [largest, Shape(SHORT_TOKENS, limits.max_num_seqs, decode=False), *every]
-    kernelcache.fill(model, ops, limits, shapes)
-    graphs.warm_up(model, ops, kv, rows, limits, shapes)
-    del rows
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(model.device)
     rows = row_state.make(limits, vocab, model.device)

@@ -13,6 +13,7 @@ from infer import device_step as step
 from infer import rows as row_state
 from infer.batch import AttentionMeta, Batch
 from infer.blocks import Int32
+from infer.compile import num_compilations
 from infer.device_step import DeviceValues, Extras
 from infer.errors import StateError
 from infer.hostbatch import HostBatch
@@ -71,6 +72,7 @@ class Runtime:
         self._model = model
         self._executable = executable or model  # the same weights, laid out for the device
         self.uploader: Uploader = uploader or Direct()
+        self._compilations = self.num_compilations()
         # Shown every step's logits, f32[num_logits, vocab_size], in service None; see infer.verify.
         self.on_logits: Callable[[Tensor], None] | None = None
 
@@ -92,7 +94,15 @@ class Runtime:
 
     def take_counters(self) -> tuple[bool, int]:
         """Whether the last step replayed a graph, and recompilations since the last call."""
-        return False, 0
+        return False, self._newly_compiled()
+
+    def num_compilations(self) -> int:
+        """What this process has compiled so far."""
+        return num_compilations()
+
+    def _newly_compiled(self) -> int:
+        before, self._compilations = self._compilations, self.num_compilations()
+        return self._compilations - before
 
     @torch.inference_mode()
     def run(

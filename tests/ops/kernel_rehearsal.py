@@ -1,0 +1,51 @@
+"""Run by ``test_kernelcache`` in a process of its own, where kernels compile and nothing runs.
+
+Prints one JSON object: how many kernels were wanted, whether all were compiled, and whether this
+process then found each of them on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from infer import kernelcache, kernelworker
+from infer.ops import triton_norm
+
+
+class Pretended(kernelworker.CompileOnly):
+    """A GPU that is asked for its stream as well, since launches begin with that."""
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def launches() -> None:
+    for width in (64, 64, 128, 192):
+        x = torch.zeros(4, width, dtype=torch.bfloat16)
+        triton_norm.silu_mul(x)
+        triton_norm.add_rms_norm(x, None, torch.ones(width, dtype=torch.bfloat16), 1e-6)
+
+
+def main() -> None:
+    driver.set_active(Pretended(0, GPUTarget("cuda", 90, 32)))
+    wanted, _ = kernelcache.rehearse(launches)
+    count = kernelcache.compilations()
+    complete = kernelcache.compile_all(wanted)
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    for kernel in wanted:
+        function: Any = getattr(sys.modules[kernel.module], kernel.name)
+        function.preload(kernel.variant)
+    found = {"wanted": len(wanted), "complete": complete, "hits": hits, "counted": count.count}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
