@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from infer.checkpoint import read_json
-from infer.convert import TEMPORARY, cache_root, conversion_folder
+from infer.convert import TEMPORARY, conversion_folder
 from infer.errors import CheckpointError
 from infer.hub import cached_folder
 from infer.modelconfig import ARCHITECTURES
 from infer.presets import Preset, find_preset, preset_names
+from infer.usercache import cache_root
 
 State = Literal["ready", "convert", "download"]
 

@@ -7,7 +7,7 @@ name it has on the command line (dashes), in TOML files and in Python (underscor
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from infer.errors import ConfigError
 
@@ -84,7 +84,7 @@ class GenerationDefaults:
     eos_token_ids: tuple[int, ...] = ()
 
 
-AttentionBackendName = Literal["auto", "torch", "triton", "flash_attn"]
+AttentionBackendName = Literal["auto", "native", "torch", "triton", "flash_attn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +130,10 @@ class EngineConfig:
             )
         if self.pipeline_depth not in (None, 0, 1):
             raise ConfigError(f"pipeline_depth is {self.pipeline_depth}, it must be 0 or 1")
-        if self.attention_backend not in ("auto", "torch", "triton", "flash_attn"):
+        if self.attention_backend not in get_args(AttentionBackendName):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}; "
-                "choose auto, torch, triton or flash_attn"
+                f"choose {', '.join(get_args(AttentionBackendName))}"
             )
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if budget is not None and seqs is not None and budget < seqs:

@@ -6,14 +6,12 @@ more bits than half precision has), half precision tensors as they are.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,7 @@ from infer.errors import CheckpointError
 from infer.gguf_tokenizer import tokenizer_files
 from infer.modelconfig import model_config
 from infer.progress import Progress, byte_progress
+from infer.usercache import cache_root, locked
 from infer.weights import abstract
 
 if TYPE_CHECKING:
@@ -32,12 +31,6 @@ if TYPE_CHECKING:
 FORMAT = 1  # of the converted folder; a new one is converted anew
 SAMPLE_BYTES = 1 << 20
 TEMPORARY = ".part-"
-
-
-def cache_root() -> Path:
-    """Where converted checkpoints are kept: ``purestep`` below XDG_CACHE_HOME or ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "purestep"
 
 
 def conversion_folder(path: Path, root: Path | None = None) -> Path:
@@ -63,7 +56,7 @@ def converted(path: Path, progress: bool | Progress = True, root: Path | None = 
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{target.name}.lock"):
+        with locked(root / f"{target.name}.lock"):
             if not target.is_dir():
                 _remove_leftovers(root, target.name)
                 _convert(path, target, progress)
@@ -92,14 +85,6 @@ def _identity(path: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes; the system frees it when its holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _remove_leftovers(root: Path, name: str) -> None:

@@ -41,7 +41,7 @@ ENGINE_TEXTS = {
     "num_blocks": "KV blocks; default: from the memory there is",
     "gpu_memory_utilization": "share of the GPU's memory for weights, work and KV",
     "prefix_caching": "reuse the KV of equal prompt beginnings",
-    "attention_backend": "attention kernels",
+    "attention_backend": "kernels; auto: native on a CPU, triton on CUDA",
     "compile": "compile the model; default: on CUDA",
     "cuda_graphs": "replay decode steps as CUDA graphs",
     "pipeline_depth": "steps launched ahead of reading tokens, 0 or 1",

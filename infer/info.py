@@ -26,7 +26,7 @@ def engine_info(model: Model, state: EngineState) -> EngineInfo:
         architecture=model.config.architecture,
         device=_device_name(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        attention_backend=_backend(config.attention_backend, model.device),
+        attention_backend=state.runtime.ops.name,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -43,13 +43,6 @@ def engine_info(model: Model, state: EngineState) -> EngineInfo:
         model_path=model.path,
         sampling=_sampling(model.defaults),
     )
-
-
-def _backend(name: str, device: torch.device) -> str:
-    """The backend that ``auto`` stands for."""
-    if name != "auto":
-        return name
-    return "triton" if device.type == "cuda" else "torch"
 
 
 def _sampling(defaults: GenerationDefaults) -> dict[str, float]:

@@ -9,8 +9,7 @@ from torch import Tensor
 from infer.batch import Batch
 from infer.config import ModelConfig
 from infer.kv import KVCache
-from infer.ops import LayerShape, Ops, torch_packed
-from infer.ops.torch_packed import PackedWeights
+from infer.ops import LayerShape, Ops, WholeWeights
 from infer.parallel import TP, all_reduce
 from infer.weights import LayerWeights, Weights, local_config, vocab_range
 
@@ -31,11 +30,11 @@ def forward(
     ``kv``, which is donated.
     """
     shape = layer_shape(cfg, tp)
+    input_ids = merge_ids(batch, last_token)
+    if isinstance(weights, WholeWeights):
+        return weights.run(kv, input_ids, batch.attention, ops, shape), kv
     step = ops.prepare(batch.attention, ops.cos_sin, kv.k[0], shape)
-    residual = embed(cfg, tp, weights, merge_ids(batch, last_token))
-    if isinstance(weights, PackedWeights):
-        form = weights.form(residual.shape[0])
-        return torch_packed.layers(form, kv, residual.to(form.norm.dtype), step, shape), kv
+    residual = embed(cfg, tp, weights, input_ids)
     hidden = torch.zeros_like(residual)
     run = ops.layer or layer
     for index, w in enumerate(weights.layers):
@@ -72,10 +71,9 @@ def logits(
 
     ``hidden`` is what ``forward`` returned; the final norm is applied to the chosen rows only.
     """
+    if isinstance(weights, WholeWeights):
+        return weights.logits(hidden, logits_rows, cfg.rms_norm_eps)
     chosen = hidden.index_select(0, logits_rows)
-    if isinstance(weights, PackedWeights):
-        form = weights.form(chosen.shape[0])
-        return torch_packed.logits(form, chosen.to(form.norm.dtype), cfg.rms_norm_eps)
     normed, _ = ops.add_rms_norm(chosen, None, weights.norm, cfg.rms_norm_eps)
     return ops.linear(normed, weights.lm_head, None).float()
 

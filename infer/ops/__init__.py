@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from infer.weights import Weights
+
 if TYPE_CHECKING:
     from infer.batch import AttentionMeta
     from infer.kv import KVCache
     from infer.ops.sample import Sampled, SamplingRows
     from infer.parallel import TP
-    from infer.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,27 @@ class FusedDecode(Protocol):
         """The final norm of every row ``[num_seqs, hidden_size]``."""
 
 
+@dataclass(frozen=True, slots=True)
+class WholeWeights(Weights):
+    """Weights in a backend's own layout, which runs all layers in one go (one rank only).
+
+    ``layers`` may be empty: what this holds is the backend's own affair.
+    """
+
+    @abstractmethod
+    def run(
+        self, kv: KVCache, input_ids: Tensor, meta: AttentionMeta, ops: Ops, shape: LayerShape
+    ) -> Tensor:
+        """Run every token through every layer and write its K and V (``kv`` is donated).
+
+        Returns the residual stream ``[num_tokens, hidden_size]`` before the final norm.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, rows: Tensor, eps: float) -> Tensor:
+        """Final norm and LM head of rows (i32) of what ``run`` returned: f32 ``[rows, V]``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """A backend: what ``infer.models.decoder`` is written in."""
@@ -127,6 +150,8 @@ class Ops:
     qk_norm_rope_store: QKNormRopeStore
     attention: Attention
     silu_mul: Callable[[Tensor], Tensor]  # [T, 2I], gate then up -> [T, I]
+    # Lays weights out once, before the first step; where one rank runs uncompiled layers.
+    lay_out: Callable[[Weights, LayerShape], Weights] | None = None
     layer: LayerFn | None = None  # a compiled infer.models.decoder.layer over these stages
     fused_decode: FusedDecode | None = None
     capturable: bool = False  # no stage reads the device back, so CUDA Graphs can hold them

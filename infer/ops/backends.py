@@ -9,28 +9,84 @@ import torch.nn.functional as F
 
 from infer.config import ModelConfig
 from infer.errors import ConfigError
-from infer.ops import Ops, torch_attention, torch_dense
+from infer.native import weights as native
+from infer.native.weights import native_library
+from infer.ops import LayerShape, Ops, torch_attention, torch_dense, torch_packed
 from infer.rope import cos_sin_table
+from infer.weights import Weights
+
+
+def choose(
+    name: str, device: torch.device, dtype: torch.dtype, *, num_ranks: int, compiling: bool
+) -> tuple[str, str | None]:
+    """The backend that ``name`` means here; and why it is not the CPU's fastest, if it is not.
+
+    Raises:
+        ConfigError: ``native`` was asked for where it cannot run.
+    """
+    if name == "auto" and device.type == "cuda":
+        return "triton", None
+    if name not in ("auto", "native"):
+        return name, None
+    reason = _native_obstacle(device, dtype, num_ranks)
+    if reason is None and name == "auto" and compiling:
+        reason = "the layers are compiled"
+    if reason is None:
+        return "native", None
+    if name == "native":
+        raise ConfigError(
+            f"attention_backend is 'native', but {reason}; use attention_backend='torch'"
+        )
+    return "torch", reason
 
 
 def make_ops(name: str, cfg: ModelConfig, device: torch.device | str) -> Ops:
-    """Make the backend ``name`` (``auto``: the device's default) for one model on one device.
+    """Make the backend ``name`` for one model on one device; ``choose`` says what auto is.
 
     Raises:
         ConfigError: no such backend, or one that cannot run on this device.
     """
     device = torch.device(device)
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
     if name == "torch":
         return torch_ops(cfg, device)
+    if name == "native":
+        return native_ops(cfg, device)
     if device.type != "cuda":
         raise ConfigError(f"attention_backend is {name!r}, which needs a CUDA GPU; use torch")
     if name == "triton":
         return triton_ops(cfg, device)
     if name == "flash_attn":
         return flash_attn_ops(cfg, device)
-    raise ConfigError(f"attention_backend is {name!r}; choose auto, torch, triton or flash_attn")
+    raise ConfigError(f"attention_backend is {name!r}; choose native, torch, triton or flash_attn")
+
+
+def native_ops(cfg: ModelConfig, device: torch.device | str) -> Ops:
+    """A CPU's kernels of our own; single stages, where they are asked for, are plain torch."""
+    library = native_library()
+    if torch.device(device).type != "cpu":
+        raise ConfigError("attention_backend is 'native', which is for a CPU; use triton")
+    if isinstance(library, str):
+        raise ConfigError(
+            f"attention_backend is 'native', but {library}; use attention_backend='torch'"
+        )
+    plain = torch_ops(cfg, device)
+
+    def lay_out(weights: Weights, shape: LayerShape) -> Weights:
+        return native.lay_out(weights, shape, plain.cos_sin, library)
+
+    return replace(plain, name="native", lay_out=lay_out)
+
+
+def _native_obstacle(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str | None:
+    """Why native kernels cannot run; None if they can."""
+    if device.type != "cpu":
+        return f"the device is {device} and native kernels are for a CPU"
+    if dtype not in native.DTYPES:
+        return f"the dtype is {dtype} and native kernels compute in float32 and bfloat16"
+    if num_ranks > 1:
+        return f"{num_ranks} ranks share the model and native kernels need all of it"
+    library = native_library()
+    return library if isinstance(library, str) else None
 
 
 def triton_ops(cfg: ModelConfig, device: torch.device) -> Ops:
@@ -79,7 +135,7 @@ def flash_attn_ops(cfg: ModelConfig, device: torch.device) -> Ops:
 
 
 def torch_ops(cfg: ModelConfig, device: torch.device | str) -> Ops:
-    """Plain torch, on any device."""
+    """Plain torch, on any device; on a CPU over weights packed for oneDNN."""
     return Ops(
         name="torch",
         cos_sin=cos_sin_table(cfg, device),
@@ -89,4 +145,5 @@ def torch_ops(cfg: ModelConfig, device: torch.device | str) -> Ops:
         qk_norm_rope_store=torch_attention.qk_norm_rope_store,
         attention=torch_attention.attention,
         silu_mul=torch_dense.silu_mul,
+        lay_out=torch_packed.pack,
     )

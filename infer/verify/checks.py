@@ -252,6 +252,7 @@ CHECKS = (
     Check("restored", "restored from a snapshot", restored),
     Check("compiled", "eager and compiled", compiled),
     Check("graphs", "eager and CUDA Graphs", graphs),
+    Check("native", "backend native and transformers", backend("native")),
     Check("torch", "backend torch and transformers", backend("torch")),
     Check("triton", "backend triton and transformers", backend("triton")),
     Check("tp", "one rank and several", tensor_parallel),

@@ -19,6 +19,7 @@ from infer.verify.result import Outcome, Row
 from infer.verify.subject import Subject
 
 HALF_CHECKS = (
+    Check("bf16-native", "bfloat16, backend native", half("native")),
     Check("bf16-torch", "bfloat16, backend torch", half("torch")),
     Check("bf16-triton", "bfloat16, backend triton", half("triton")),
     # flash-attn computes in 16 bits only, on pages of 256.

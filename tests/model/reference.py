@@ -24,7 +24,8 @@ from infer.batch import AttentionMeta, Batch
 from infer.config import ModelConfig, RopeConfig
 from infer.kv import KVCache, allocate
 from infer.models import forward, logits
-from infer.ops import Ops
+from infer.models.decoder import layer_shape
+from infer.ops import Ops, WholeWeights
 from infer.ops.backends import make_ops
 from infer.parallel import TP
 from infer.weights import LayerWeights, Weights
@@ -248,6 +249,18 @@ class Driver:
         )
         out = logits(self.cfg, TP(), self.weights, hidden, batch.logits_rows, self.ops)
         return list(out.split([len(tokens) for _, tokens in chunks]))
+
+
+def driver_of(model: Any, form: str, **options: Any) -> Driver:
+    """A driver over weights as they are loaded, or as a backend lays them out."""
+    cfg, weights = config_of(model), weights_of(model)
+    if form == "dense":
+        return Driver(cfg=cfg, weights=weights, **options)
+    ops = make_ops(form, cfg, "cpu")
+    assert ops.lay_out is not None
+    weights = ops.lay_out(weights, layer_shape(cfg, TP()))
+    assert isinstance(weights, WholeWeights)
+    return Driver(cfg=cfg, weights=weights, ops=ops, **options)
 
 
 @torch.inference_mode()

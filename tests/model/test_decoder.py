@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from infer.ops.torch_packed import PackedWeights, pack
-from infer.weights import Weights
 from tests.model.reference import (
     Driver,
     config_of,
+    driver_of,
     prompt,
     reference_logits,
     relative_error,
     tiny_model,
-    weights_of,
 )
 
+FORMS = ["dense", "torch", "native"]  # torch: packed for oneDNN
 ARCHITECTURES = ["qwen3", "qwen2", "llama", "mistral"]
 TOLERANCE = 1e-4
 MIXED = [
@@ -52,38 +51,31 @@ def check(
         assert error < TOLERANCE, f"row {row}: {error}"
 
 
-def either(model: Any, packed: bool) -> Weights:
-    weights = weights_of(model)
-    if packed:
-        weights = pack(weights)
-        assert isinstance(weights, PackedWeights)
-    return weights
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("block_size", [7, 16, 256])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_prefill_whole_chunked_and_decode(architecture: str, block_size: int, packed: bool) -> None:
+def test_prefill_whole_chunked_and_decode(architecture: str, block_size: int, form: str) -> None:
     model = tiny_model(architecture)
-    driver = Driver(cfg=config_of(model), weights=either(model, packed), block_size=block_size)
+    driver = driver_of(model, form, block_size=block_size)
     check(driver, model, [[(0, 50)]], {0: 50})
     check(driver, model, [[(1, 7)], [(1, 16)], [(1, 2)], [(1, 25)]], {1: 50})
     check(driver, model, [[(2, 1)]] * 20, {2: 20})
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_mixed_batches(architecture: str, packed: bool) -> None:
+def test_mixed_batches(architecture: str, form: str) -> None:
     model = tiny_model(architecture)
-    driver = Driver(cfg=config_of(model), weights=either(model, packed))
+    driver = driver_of(model, form)
     check(driver, model, MIXED, MIXED_LENGTHS, pad=3)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("form", ["dense", "native"])
+@pytest.mark.parametrize("head_dim", [20, 64, 128])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (8, 2), (8, 1)])
-def test_head_groups(heads: tuple[int, int], head_dim: int) -> None:
+def test_head_groups(heads: tuple[int, int], head_dim: int, form: str) -> None:
     model = tiny_model("qwen3", heads=heads, head_dim=head_dim)
-    check(Driver(cfg=config_of(model), weights=weights_of(model)), model, MIXED, MIXED_LENGTHS)
+    check(driver_of(model, form), model, MIXED, MIXED_LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -107,46 +99,49 @@ def test_head_groups(heads: tuple[int, int], head_dim: int) -> None:
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_rope_kinds(rope: dict[str, Any]) -> None:
+@pytest.mark.parametrize("form", ["dense", "native"])
+def test_rope_kinds(form: str, rope: dict[str, Any]) -> None:
     model = tiny_model("llama", rope=rope)
-    check(Driver(cfg=config_of(model), weights=weights_of(model)), model, MIXED, MIXED_LENGTHS)
+    check(driver_of(model, form), model, MIXED, MIXED_LENGTHS)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2", "qwen3"])
-def test_sliding_window(architecture: str, packed: bool) -> None:
+def test_sliding_window(architecture: str, form: str) -> None:
     model = tiny_model(architecture, sliding_window=24)
     cfg = config_of(model)
     assert cfg.sliding_window == 24
     assert model.config.sliding_window == 24
-    driver = Driver(cfg=cfg, weights=either(model, packed))
+    driver = driver_of(model, form)
     check(driver, model, MIXED, MIXED_LENGTHS)
     check(driver, model, [[(3, 20)], *[[(3, 1)]] * 30], {3: 50})
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_tied_embeddings_and_all_biases(packed: bool) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_tied_embeddings_and_all_biases(form: str) -> None:
     model = tiny_model("llama", tied=True, biases=True)
     cfg = config_of(model)
     assert cfg.tie_word_embeddings
     assert cfg.qkv_bias
     assert cfg.o_bias
     assert cfg.mlp_bias
-    check(Driver(cfg=cfg, weights=either(model, packed)), model, MIXED, MIXED_LENGTHS)
+    check(driver_of(model, form), model, MIXED, MIXED_LENGTHS)
 
 
-def test_sampled_tokens_come_from_the_device() -> None:
+@pytest.mark.parametrize("form", ["dense", "native"])
+def test_sampled_tokens_come_from_the_device(form: str) -> None:
     model = tiny_model("llama")
     ids = prompt(9)
-    driver = Driver(cfg=config_of(model), weights=weights_of(model))
+    driver = driver_of(model, form)
     driver.run([(4, ids[:8])])
     out = driver.run([(4, ids[8:])], from_device=True)[0]
     assert relative_error(out, reference_logits(model, ids)[8:]) < TOLERANCE
 
 
-def test_the_cache_is_donated_not_copied() -> None:
+@pytest.mark.parametrize("form", ["dense", "native"])
+def test_the_cache_is_donated_not_copied(form: str) -> None:
     model = tiny_model("llama")
-    driver = Driver(cfg=config_of(model), weights=weights_of(model))
+    driver = driver_of(model, form)
     before = [tensor.data_ptr() for tensor in (*driver.kv.k, *driver.kv.v)]
     driver.run([(0, prompt(20))])
     assert [tensor.data_ptr() for tensor in (*driver.kv.k, *driver.kv.v)] == before

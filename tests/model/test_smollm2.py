@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from infer.errors import InferError
 from infer.loading import load
 from infer.model import Model
-from infer.ops.torch_packed import pack
+from infer.models.decoder import layer_shape
+from infer.ops.backends import make_ops
+from infer.parallel import TP
 from tests.model.reference import Driver, config_of, reference_logits, relative_error
 
 TEXT = "The capital of France is Paris. Its best known sights are"
@@ -43,8 +45,14 @@ def prompt_ids(ours: Model) -> list[int]:
     return list(ours.tokenizer.encode(TEXT))
 
 
-def driver_of(model: Model, **options: Any) -> Driver:
-    return Driver(cfg=model.config, weights=model.weights, **options)
+def driver_of(model: Model, form: str | None = None, **options: Any) -> Driver:
+    """Over the weights as they were loaded, or as a backend lays them out."""
+    if form is None:
+        return Driver(cfg=model.config, weights=model.weights, **options)
+    ops = make_ops(form, model.config, "cpu")
+    assert ops.lay_out is not None
+    weights = ops.lay_out(model.weights, layer_shape(model.config, TP()))
+    return Driver(cfg=model.config, weights=weights, ops=ops, **options)
 
 
 def test_configuration(ours: Model, theirs: PreTrainedModel) -> None:
@@ -64,7 +72,10 @@ def test_logits_at_every_position(
     assert relative_error(torch.cat(parts), want) < 1e-4
 
 
-def test_64_greedy_tokens(ours: Model, theirs: PreTrainedModel, prompt_ids: list[int]) -> None:
+@pytest.mark.parametrize("form", ["torch", "native"])
+def test_64_greedy_tokens(
+    form: str, ours: Model, theirs: PreTrainedModel, prompt_ids: list[int]
+) -> None:
     ids = torch.tensor([prompt_ids])
     want = theirs.generate(
         ids,
@@ -75,7 +86,7 @@ def test_64_greedy_tokens(ours: Model, theirs: PreTrainedModel, prompt_ids: list
         repetition_penalty=1.0,
         pad_token_id=0,
     )[0, len(prompt_ids) :].tolist()
-    driver = Driver(cfg=ours.config, weights=pack(ours.weights))
+    driver = driver_of(ours, form)
     rows, got = (2, 5), []  # the same prompt twice in a batch: both continue alike
     out = driver.run([(row, prompt_ids) for row in rows])
     for _ in range(64):
@@ -86,7 +97,8 @@ def test_64_greedy_tokens(ours: Model, theirs: PreTrainedModel, prompt_ids: list
     assert got == want
 
 
-def test_bfloat16_error(ours: Model) -> None:
+@pytest.mark.parametrize("form", ["torch", "native"])
+def test_bfloat16_error(form: str, ours: Model) -> None:
     half = AutoModelForCausalLM.from_pretrained(ours.path, dtype=torch.bfloat16).eval()
     exact = AutoModelForCausalLM.from_pretrained(ours.path, dtype=torch.bfloat16).float().eval()
     model = load("smollm2-135m", device="cpu", dtype="bfloat16", progress=False)
@@ -94,12 +106,11 @@ def test_bfloat16_error(ours: Model) -> None:
     prompts = [list(model.tokenizer.encode(text)) for text in (TEXT, CODE, STORY)]
     want = torch.cat([reference_logits(exact, ids) for ids in prompts])
     theirs = torch.cat([reference_logits(half, ids) for ids in prompts])
-    weights = pack(model.weights, wide=False)
     ours_whole, ours_mixed = [], []
     for ids in prompts:
-        whole = Driver(cfg=model.config, weights=weights)
+        whole = driver_of(model, form)
         ours_whole.append(whole.run([(0, ids)])[0])
-        mixed = Driver(cfg=model.config, weights=weights)
+        mixed = driver_of(model, form)
         outs = mixed.run([(0, ids[:8])]) + [mixed.run([(0, [token])])[0] for token in ids[8:]]
         ours_mixed.append(torch.cat(outs))
     # One prompt's error varies by a third with the order of sums; over all positions it is steady.

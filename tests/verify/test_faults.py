@@ -64,7 +64,13 @@ def test_wrong_slot_at_a_block_boundary_only(monkeypatch: Patch) -> None:
     assert rows("kv-cache")["kv-cache"].status == "fail"
 
 
+def on_torch(patch: Patch) -> None:
+    """What the device's default backend does is planted in plain torch's stages."""
+    patch.setattr("infer.initialize.choose", lambda *_, **__: ("torch", None))
+
+
 def test_missing_causal_mask(monkeypatch: Patch) -> None:
+    on_torch(monkeypatch)
     inner = torch_attention.prepare
 
     def unmasked(meta: Any, cos_sin: Tensor, k_cache: Tensor, shape: LayerShape) -> Any:
@@ -124,6 +130,7 @@ def test_rope_off_by_one(monkeypatch: Patch) -> None:
 
 def test_wrong_kv_head_map(monkeypatch: Patch) -> None:
     """Query heads read the keys of the next KV head."""
+    on_torch(monkeypatch)
     inner = torch_attention.attention
 
     def rolled(q: Tensor, k: Tensor, v: Tensor, step: Any, shape: LayerShape) -> Tensor:
