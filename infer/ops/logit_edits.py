@@ -66,25 +66,27 @@ def fill(
 ) -> LogitEdits:
     """Give ``slot`` to a request; whatever it held before is gone. Donates ``edits``.
 
-    ``prompt`` and ``generated`` are i64 token ids on the device. ``generated`` is not empty when a
-    sequence was preempted, forked or restored.
+    ``prompt`` and ``generated`` are i64 token ids on the host, where they are selected: that would
+    make the host wait on the device. ``generated`` is not empty when a sequence was preempted,
+    forked or restored.
     """
     vocab = edits.counts.shape[-1]
     device = edits.counts.device
 
     def local(ids: Tensor) -> Tensor:
-        ids = ids.to(device=device, dtype=torch.int64) - vocab_offset
-        return ids[(ids >= 0) & (ids < vocab)]
+        ids = ids - vocab_offset
+        return _sent(ids[(ids >= 0) & (ids < vocab)], device)
 
     for table in (edits.counts, edits.in_prompt, edits.bias, edits.stops):
         table[slot].zero_()
-    edits.in_prompt[slot, local(prompt)] = True
-    generated = local(generated)
-    edits.counts[slot].index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
-    edits.stops[slot, local(torch.tensor(list(stops), dtype=torch.int64))] = True
-    for token, value in bias.items():
-        if 0 <= token - vocab_offset < vocab:
-            edits.bias[slot, token - vocab_offset] = value
+    edits.in_prompt[slot].index_fill_(0, local(prompt), True)
+    produced = local(generated)
+    edits.counts[slot].index_add_(0, produced, torch.ones_like(produced, dtype=torch.int32))
+    edits.stops[slot].index_fill_(0, local(torch.tensor(list(stops), dtype=torch.int64)), True)
+    held = {k - vocab_offset: v for k, v in bias.items() if 0 <= k - vocab_offset < vocab}
+    biased = _sent(torch.tensor(list(held), dtype=torch.int64), device)
+    values = _sent(torch.tensor(list(held.values()), dtype=torch.float32), device)
+    edits.bias[slot].index_copy_(0, biased, values)
     for field, number in (
         (edits.min_position, min_position),
         (edits.repetition, repetition),
@@ -93,6 +95,13 @@ def fill(
     ):
         field[slot] = number
     return edits
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """``values`` on ``device``, without waiting for what runs there."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def count(edits: LogitEdits, slots: Tensor, tokens: Tensor, *, vocab_offset: int = 0) -> LogitEdits:
