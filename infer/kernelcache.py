@@ -27,7 +27,7 @@ TIMEOUT_S = 300.0
 FEW = 4  # kernels that an engine compiles by itself before a worker has started
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """One kernel to compile: where it is defined, and Triton's own account of one variant."""
 
@@ -74,12 +74,14 @@ def fill(rehearsal: Callable[[], None]) -> None:
 
 
 def rehearse(rehearsal: Callable[[], None]) -> tuple[list[Wanted], set[str]]:
-    """The kernels that ``rehearsal`` wants, and digests of their sources. None of them runs."""
-    wanted: set[Wanted] = set()
+    """The kernels that ``rehearsal`` wants, in the order of their first use, and digests of their
+    sources. None of them runs.
+    """
+    wanted: dict[Wanted, None] = {}
     sources: set[str] = set()
 
     def note(*, fn: Any, compile: Any, **_: Any) -> bool:
-        wanted.add(Wanted(fn.module, fn.name, compile["specialization_data"]))
+        wanted[Wanted(fn.module, fn.name, compile["specialization_data"])] = None
         sources.add(fn.jit_function.cache_key)
         return True  # do not compile, do not launch
 
@@ -89,7 +91,7 @@ def rehearse(rehearsal: Callable[[], None]) -> tuple[list[Wanted], set[str]]:
         rehearsal()
     finally:
         runtime.jit_cache_hook = before
-    return sorted(wanted), sources
+    return list(wanted), sources
 
 
 def compile_all(wanted: list[Wanted]) -> bool:

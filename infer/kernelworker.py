@@ -39,8 +39,10 @@ class CompileOnly:
 
 def work(device: int, target: tuple[str, int, int], kernels: list[dict[str, str]]) -> int:
     """Compile ``kernels`` on all processors; returns how many processes failed."""
-    for module in {kernel["module"] for kernel in kernels}:
-        import_module(module)
+    for kernel in kernels:
+        # Triton's digest of a kernel depends on which digests were asked for before: the same
+        # order as the engine's gives the same digests.
+        _ = _function(kernel["module"], kernel["name"]).cache_key
     driver.set_active(CompileOnly(device, GPUTarget(*target)))
     jobs, queue = os.pipe()
     children = []
@@ -72,8 +74,12 @@ def _consume(jobs: int, kernels: list[dict[str, str]]) -> int:
     return 0
 
 
+def _function(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
+
+
 def _compile(module: str, name: str, variant: str) -> None:
-    kernel: Any = getattr(import_module(module), name).preload(variant)
+    kernel = _function(module, name).preload(variant)
     if hasattr(nvidia, "make_launcher"):  # this Triton compiles C for each signature
         nvidia.CudaLauncher(kernel.src, kernel.metadata)
 

@@ -93,7 +93,7 @@ def fill(
         (edits.presence, presence),
         (edits.frequency, frequency),
     ):
-        field[slot] = number
+        field[slot].fill_(number)  # an assignment would wait for the device
     return edits
 
 

@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from infer import kernelcache, kernelworker
-from infer.ops import triton_norm
+from infer.ops import triton_norm, triton_sample
+from infer.ops.sample import SamplingRows
 
 
 class Pretended(kernelworker.CompileOnly):
@@ -31,6 +32,18 @@ def launches() -> None:
         x = torch.zeros(4, width, dtype=torch.bfloat16)
         triton_norm.silu_mul(x)
         triton_norm.add_rms_norm(x, None, torch.ones(width, dtype=torch.bfloat16), 1e-6)
+    # Kernels that call functions with constants of their module.
+    rows = torch.zeros(9, dtype=torch.int32)
+    floats = torch.zeros(9)
+    params = SamplingRows(
+        temperature=floats,
+        top_k=rows,
+        top_p=floats,
+        min_p=floats,
+        seed=torch.zeros(9, 2, dtype=torch.int32),
+        choice=rows,
+    )
+    triton_sample.sample_rows(torch.zeros(8, 2048), rows[:8], rows[:8], params)
 
 
 def main() -> None:
