@@ -14,7 +14,7 @@ from infer.ops.sample import Sampled, SamplingRows
 from infer.ops.triton_decode import decode_attention
 from infer.ops.triton_head import sample_head
 from infer.ops.triton_plan import DecodePlan, decode_config, plan_decode
-from infer.ops.triton_prefill import PrefillConfig, prefill_attention, prefill_config
+from infer.ops.triton_prefill import PrefillPlan, plan_prefill, prefill_attention
 from infer.ops.triton_ranks import decode_layers_of_rank
 from infer.ops.triton_step import (
     DecodeBuffers,
@@ -34,13 +34,13 @@ class TritonStep:
     meta: AttentionMeta
     cos_sin: Tensor
     plan: DecodePlan
-    prefill: PrefillConfig | None  # None: every sequence has one query position
+    prefill: PrefillPlan | None  # None: every sequence has one query position
 
 
 def prepare(meta: AttentionMeta, cos_sin: Tensor, k_cache: Tensor, shape: LayerShape) -> TritonStep:
     """Divide the step's decode work; see ``infer.ops.Prepare``."""
     bits = k_cache.dtype.itemsize * 8
-    prefill = None if meta.decode else prefill_config(shape.head_dim, bits)
+    prefill = None if meta.decode else plan_prefill(meta, k_cache, shape, skip_single=True)
     return TritonStep(meta, cos_sin, _plan(meta, bits, shape), prefill)
 
 
@@ -94,14 +94,10 @@ def attention(
             q,
             k_cache,
             v_cache,
-            seq_rows=meta.seq_rows,
-            cu_seqlens_q=meta.cu_seqlens_q,
-            context_lens=meta.context_lens,
-            block_tables=meta.block_tables,
+            meta.block_tables,
+            step.prefill,
             scale=shape.scale,
-            config=step.prefill,
             sliding_window=shape.sliding_window,
-            skip_single=True,
         )
     flat = out.view(q.shape[0], -1)
     decode_attention(

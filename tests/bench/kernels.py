@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from infer.batch import AttentionMeta
 from infer.ops import (
     LayerShape,
     triton_plan,
@@ -206,13 +207,15 @@ def measure_prefill(count: int, length: int, block_size: int, device: torch.devi
     tables = ints(torch.randperm(count * per_seq)).view(count, per_seq)
     rows, starts = ints(torch.arange(count)), ints(torch.arange(count + 1) * length)
     lens = ints(torch.full((count,), length))
-    config = triton_prefill.prefill_config(SHAPE.head_dim, 16)
-    us = time_graph(
-        lambda: triton_prefill.prefill_attention(
-            out, q, k, v, seq_rows=rows, cu_seqlens_q=starts, context_lens=lens,
-            block_tables=tables, scale=SHAPE.scale, config=config,
-        )
+    meta = AttentionMeta(
+        positions=ints(torch.arange(length)).repeat(count), slot_mapping=starts, seq_rows=rows,
+        cu_seqlens_q=starts, context_lens=lens, block_tables=tables, max_seqlen_q=length,
+        max_seqlen_k=length, decode=False,
     )  # fmt: skip
+    plan = triton_prefill.plan_prefill(meta, k, SHAPE)
+    us = time_graph(
+        lambda: triton_prefill.prefill_attention(out, q, k, v, tables, plan, scale=SHAPE.scale)
+    )
     flops = 4.0 * SHAPE.num_heads * SHAPE.head_dim * count * length * (length + 1) / 2
     return Timing("prefill attention", count, length, us, flops / 790e6)
 

@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from infer.ops import triton_norm, triton_prefill, triton_store
+from infer.batch import AttentionMeta
+from infer.ops import LayerShape, triton_norm, triton_prefill, triton_store
 from tests.gpu import reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
+def _meta(device, queries, contexts, seq_rows, block_tables):
+    ints = lambda values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    spans = [range(m - n, m) for n, m in zip(queries, contexts, strict=True)]
+    positions = ints([*itertools.chain.from_iterable(spans)])
+    return AttentionMeta(
+        positions=positions, slot_mapping=positions, seq_rows=seq_rows,
+        cu_seqlens_q=ints([0, *itertools.accumulate(queries)]), context_lens=ints(contexts),
+        block_tables=block_tables, max_seqlen_q=max(queries), max_seqlen_k=max(contexts),
+        decode=False,
+    )  # fmt: skip
+
+
 def _prefill(device, queries, contexts, group, kv_heads, head_dim, block_size, dtype, **options):
+    """Outputs of ``repeat`` runs, and what they should be."""
     generator = torch.Generator().manual_seed(1)
     repeat = options.pop("repeat", 1)
-    window = options.get("sliding_window")
+    window = options.pop("sliding_window", None)
     pages = reference.make_pages(
         contexts, contexts, block_size=block_size, num_kv_heads=kv_heads, head_dim=head_dim,
         dtype=dtype, device=device, generator=generator,
     )  # fmt: skip
     q = torch.randn(sum(queries), group * kv_heads, head_dim, generator=generator)
     q = q.to(dtype).to(device)
-    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
     expected = torch.cat(
         [
             reference.attend(part, k, v, window)
             for part, k, v in zip(q.split(queries), pages.dense_k, pages.dense_v, strict=True)
         ]
     )
-    options.setdefault("config", triton_prefill.prefill_config(head_dim, dtype.itemsize * 8))
+    meta = _meta(device, queries, contexts, pages.seq_rows, pages.block_tables)
+    shape = LayerShape(
+        num_heads=group * kv_heads, num_kv_heads=kv_heads, head_dim=head_dim, eps=1e-6,
+        sliding_window=window,
+    )  # fmt: skip
+    skip_single = options.pop("skip_single", False)
+    config = options.pop("config", None)
+    if config is None:
+        plan = triton_prefill.plan_prefill(meta, pages.k, shape, skip_single=skip_single)
+    else:
+        plan = triton_prefill.make_plan(meta, config, shape, skip_single=skip_single)
     outs = []
     for _ in range(repeat):
         out = torch.full_like(q, float("nan"))
         triton_prefill.prefill_attention(
-            out, q, pages.k, pages.v, seq_rows=pages.seq_rows, cu_seqlens_q=starts,
-            context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
-            block_tables=pages.block_tables, scale=head_dim**-0.5, **options,
+            out, q, pages.k, pages.v, pages.block_tables, plan, scale=head_dim**-0.5,
+            sliding_window=window,
         )  # fmt: skip
         outs.append(out)
     return outs, expected
@@ -68,6 +92,36 @@ def test_prefill_leaves_single_queries_alone(device):
     assert outs[0][0].isnan().all()
     assert outs[0][-1].isnan().all()
     assert reference.relative_error(outs[0][1:-1], expected[1:-1]) < 2e-6
+
+
+@pytest.mark.parametrize("skip_single", [False, True])
+def test_plan_covers_every_query_once_and_starts_with_the_longest(device, skip_single):
+    queries, contexts = [5, 1, 0, 40, 16, 0], [5, 70, 0, 41, 300, 0]
+    rows = torch.tensor([3, 0, 9, 1, 2, 9], dtype=torch.int32, device=device)
+    shape = LayerShape(
+        num_heads=8, num_kv_heads=4, head_dim=64, eps=1e-6, sliding_window=None
+    )  # fmt: skip
+    config = triton_prefill.PrefillConfig(rows=32, tile=32, num_warps=4, num_stages=1)
+    meta = _meta(device, queries, contexts, rows, rows)
+    plan = triton_prefill.make_plan(meta, config, shape, skip_single=skip_single)
+    items = plan.items.tolist()
+    used = [item for item in items if item[2]]
+    assert items[: len(used)] == used, "unused items come last"
+    assert not items[-1][2], "the last one ends the list"
+    seen = [
+        (row, token + i, position + i)
+        for row, token, count, position in used
+        for i in range(count)
+    ]  # fmt: skip
+    token, expected = 0, []
+    for row, n, m in zip(rows.tolist(), queries, contexts, strict=True):
+        if n > skip_single:
+            expected += [(row, token + i, m - n + i) for i in range(n)]
+        token += n
+    assert sorted(seen) == sorted(expected)
+    assert all(count <= 16 for _, _, count, _ in used)
+    starts = [position for *_, position in used]
+    assert starts == sorted(starts, reverse=True)
 
 
 @pytest.mark.gpu
@@ -133,3 +187,28 @@ def test_silu_mul(device, dtype):
     gate, up = x.double().chunk(2, dim=1)
     expected = gate / (1 + (-gate).exp()) * up
     assert reference.relative_error(triton_norm.silu_mul(x), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size", "dtype"),
+    [
+        (1, 128, 64, torch.bfloat16),
+        (2, 128, 16, torch.bfloat16),
+        (2, 128, 64, torch.bfloat16),
+        (2, 128, 256, torch.float16),
+        (3, 64, 32, torch.bfloat16),
+        (4, 64, 128, torch.bfloat16),
+        (4, 128, 64, torch.float16),
+        (8, 64, 64, torch.bfloat16),
+        (8, 128, 16, torch.bfloat16),
+        (16, 128, 64, torch.bfloat16),
+    ],
+)
+def test_prefill_of_16_bits(device, group, head_dim, block_size, dtype):
+    queries, contexts = [257, 1, 64, 130, 0, 500, 128], [257, 90, 1000, 131, 0, 777, 128]
+    outs, expected = _prefill(
+        device, queries, contexts, group, 3, head_dim, block_size, dtype, repeat=10
+    )
+    assert reference.relative_error(outs[0], expected) < 1e-2
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
