@@ -75,7 +75,7 @@ def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
     waiting = sequences.withdraw(host.waiting, gone)
     r.starts += (row for row in host.dirty if r.seqs.status[row] != FREE)
     _schedule_decodes(r)
-    if not r.stalled:
+    if not r.stalled and (len(waiting) or r.decode.size < np.count_nonzero(r.seqs.status)):
         _schedule_prompts(r, waiting)
         if not r.decode.size and not r.rows:
             _unblock(r, waiting)
