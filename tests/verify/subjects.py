@@ -5,25 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from infer.config import ModelConfig, RopeConfig
+from infer.config import RopeConfig
+from infer.trace.setup import TINY_CONFIG
 from infer.verify.subject import Subject
 
-TINY = ModelConfig(
-    architecture="qwen3",
-    vocab_size=211,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(),
-    max_position_embeddings=512,
-    tie_word_embeddings=False,
-    qk_norm=True,
-    dtype="float32",
-)
+TINY = replace(TINY_CONFIG, vocab_size=211, intermediate_size=96, max_position_embeddings=512)
 LLAMA3 = RopeConfig(
     theta=5e5,
     kind="llama3",
