@@ -8,13 +8,12 @@ from typing import Any
 
 import gradio as gr
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import RedirectResponse, Response
 
 from dashboard.chat import ChatPage
 from dashboard.client import EngineApi
 from dashboard.completion import CompletionPage
+from dashboard.guard import PageGuard
 from dashboard.insight import Insight
 from dashboard.inspector import InspectorPage
 from dashboard.modelpage import ModelPage
@@ -24,18 +23,7 @@ from dashboard.settings import Settings
 from dashboard.theme import head, icon, make_theme, style_sheet
 from infer.errors import InferError
 
-# 'unsafe-eval' is for Gradio's HTML component, which compiles its templates in the browser. What
-# keeps an answer's links from leaking anything is img-src, connect-src and form-action.
-CSP = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
-    "connect-src 'self'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
-    "form-action 'self'; frame-ancestors 'none'"
-)
 TITLE = "purestep"
-# Nothing here is a file. Given an address, these fetch it for whoever asks, and look its name up
-# at a public resolver.
-FILE_ROUTES = ("/upload", "/file=", "/file/", "/proxy=", "/stream/")
 MAX_EVENTS = 512
 UPDATES = {"cpu": 30.0, "gpu": 120.0}  # redraws a second over all open pages
 
@@ -153,33 +141,6 @@ def mount(app: FastAPI, settings: Settings) -> FastAPI:
         if path not in taken:
             app.add_api_route(path, answer, include_in_schema=False)
     return app
-
-
-class PageGuard:
-    """Headers for the page, and none of Gradio's routes for files."""
-
-    def __init__(self, app: ASGIApp, path: str) -> None:
-        self._app = app
-        self._path = path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not (path == self._path or path.startswith(self._path + "/")):
-            await self._app(scope, receive, send)
-            return
-        if path.removeprefix(self._path).removeprefix("/gradio_api").startswith(FILE_ROUTES):
-            await PlainTextResponse("this page has no files", 404)(scope, receive, send)
-            return
-
-        async def guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["content-security-policy"] = CSP
-                headers["referrer-policy"] = "no-referrer"
-                headers["x-content-type-options"] = "nosniff"
-            await send(message)
-
-        await self._app(scope, receive, guarded)
 
 
 def header_html(insight: Insight | None) -> str:

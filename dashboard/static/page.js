@@ -186,6 +186,44 @@
     }
   }
 
+  // --- events (see Note [lost events] in guard.py) -----------------------------------------------
+
+  const plain = window.fetch.bind(window);
+  let taken = Promise.resolve(); // until Gradio has taken everything from the last stream of results
+  const followed = (answer, signal) => {
+    const reader = answer.body.getReader();
+    let end;
+    taken = new Promise((resolve) => { end = resolve; });
+    if (signal) signal.addEventListener("abort", end); // how Gradio leaves a stream that has ended
+    const body = new ReadableStream({
+      async pull(controller) { // asked for when the piece before has been dealt with
+        try {
+          const { done, value } = await reader.read();
+          if (!done) { controller.enqueue(value); return; }
+          controller.close();
+        } catch (error) {
+          controller.error(error);
+        }
+        end();
+      },
+      cancel(reason) { end(); return reader.cancel(reason); },
+    }, { highWaterMark: 0 });
+    const { status, statusText, headers } = answer;
+    return new Response(body, { status, statusText, headers });
+  };
+  window.fetch = async (...call) => {
+    const request = call[0] instanceof Request ? call[0] : null;
+    const url = String(request ? request.url : call[0]);
+    const answer = await plain(...call);
+    if (url.includes("/queue/data?") && answer.ok && answer.body) {
+      return followed(answer, request && request.signal);
+    }
+    if (url.includes("/queue/join") && answer.headers.get("x-event-stream") === "closed") {
+      await taken;
+    }
+    return answer;
+  };
+
   // --- folding panels on narrow screens -----------------------------------------------------------
 
   function toggle(panel) {

@@ -87,6 +87,15 @@ def site() -> Iterator[Site]:
         yield Site(f"{api}/ui/", api, engine)
 
 
+def ready(page: Any) -> None:
+    """Wait until a page has its values."""
+    page.wait_for_selector("#msg textarea")
+    page.wait_for_function(
+        "(document.querySelector('.engine-line') || {innerText: 'no engine'}).innerText"
+        " != 'no engine'"
+    )
+
+
 @pytest.fixture
 def watch() -> Watch:
     return Watch()
@@ -108,8 +117,7 @@ def open_page(browser: Any, site: Site, watch: Watch) -> Iterator[Callable[..., 
         page = context.new_page()
         watch.follow(page)
         page.goto(url or site.url)
-        page.wait_for_selector("#msg textarea")
-        page.wait_for_function("document.querySelector('.engine-line').innerText != 'no engine'")
+        ready(page)
         return page
 
     yield make

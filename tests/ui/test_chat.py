@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.ui.conftest import Site, Watch
+from tests.ui.conftest import Site, Watch, ready
 
 pytestmark = pytest.mark.browser
 
@@ -159,6 +159,44 @@ def test_a_wrong_setting_is_named(open_page: Callable[..., Any], site: Site) -> 
     page.locator("#msg textarea").press("Enter")
     until(lambda: len(site.engine.bodies) == 2, 10)
     assert site.engine.bodies[-1]["seed"] == 7
+
+
+# Results reach the page late, the end of their stream among them.
+LATE = """
+const real = window.fetch.bind(window);
+window.fetch = async (...call) => {
+  const answer = await real(...call);
+  if (!String(call[0].url || call[0]).includes('/queue/data')) return answer;
+  const late = new TransformStream({ async transform(chunk, controller) {
+    await new Promise((resolve) => setTimeout(resolve, 150));
+    controller.enqueue(chunk);
+  }});
+  return new Response(answer.body.pipeThrough(late), { headers: answer.headers });
+};
+"""
+
+
+def test_a_question_asked_as_the_stream_of_results_closes_is_answered(
+    open_page: Callable[..., Any], site: Site, watch: Watch
+) -> None:
+    page = open_page()
+    page.add_init_script(LATE)
+    page.reload()
+    ready(page)
+    seed, box = page.locator("#chat-seed input"), page.locator("#msg textarea")
+    for turn in range(4):
+        seed.fill(f"wrong {turn}")
+        box.fill(f"question {turn}")
+        box.press("Enter")
+        expect(page.get_by_text(f"Seed is 'wrong {turn}'")).to_be_visible()
+        page.wait_for_timeout(70 * turn)  # somewhere in the tail of what was refused
+        seed.fill(str(turn))
+        box.press("Enter")
+        expect(page.locator("#bot [data-testid=user]")).to_have_count(turn + 1)
+        until(lambda n=turn + 1: len(site.engine.bodies) == n, 5)  # type: ignore[misc]
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+    assert [body["seed"] for body in site.engine.bodies] == [0, 1, 2, 3]
+    watch.forgive(*LEAVING)
 
 
 def test_thinking_folds_away(open_page: Callable[..., Any], site: Site) -> None:
