@@ -25,7 +25,7 @@ from infer.ops.logprobs import Logprobs
 from infer.parallel import TP
 from infer.plan import Plan
 from infer.report import LogprobArrays, StepValues
-from infer.rows import RowState, table_changes
+from infer.rows import RowState
 from infer.runtime import EMPTY, Pending, Ready, Runtime, extras, step_arrays
 from infer.sequences import Need, Sequences
 from infer.staging import Returns, Staging
@@ -161,10 +161,10 @@ class CudaRuntime(Runtime):
         if graph is None:
             return super().run(model, kv, rows, plan, self._padded(batch), seqs)
         tables = (plan.table_rows, plan.table_columns, plan.table_blocks)
-        arrays = step_arrays(plan, batch, seqs)
+        arrays = step_arrays(plan, seqs, rows)
         inside = plan.table_rows.size <= graph.shape.num_seqs and not plan.starts.size
         if inside:
-            arrays = {k: v for k, v in arrays.items() if k not in table_changes(plan)}
+            arrays = {k: v for k, v in arrays.items() if k not in ("places", "words")}
         else:
             empty = np.empty(0, np.int32)
             tables = (empty, empty, empty)

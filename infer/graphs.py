@@ -28,10 +28,11 @@ from infer.model import Model
 from infer.ops import Ops
 from infer.ops.sample import SampleFlags
 from infer.plan import Plan
-from infer.rows import RowState, introduce
+from infer.rows import RowState, change_tables
 from infer.staging import aligned
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+FULL = 15 / 16  # of the token budget: a step this full is as well padded to all of it
 FEW_SEQS = 8  # mixed steps of few sequences have graphs of their own: the LM head is most of them
 TOKEN_FIELDS = ("input_ids", "src_rows", "positions", "slot_mapping")
 TABLE_FIELDS = ("table_rows", "table_columns", "table_blocks")
@@ -149,21 +150,24 @@ def decode_shapes(max_num_seqs: int) -> list[Shape]:
 
 
 def mixed_shapes(max_num_seqs: int, max_num_tokens: int) -> list[Shape]:
-    """Token buckets for prompts and mixed steps, for few and for all sequences."""
+    """Token buckets for prompts and mixed steps, for few and for all sequences.
+
+    Beyond ``MIXED_TOKENS`` padding costs the device more than launches cost the host, so there is
+    only the full step, which long prompts fill exactly.
+    """
     counts = sorted({min(FEW_SEQS, max_num_seqs), max_num_seqs})
+    sizes = sorted({size for size in MIXED_TOKENS if size < max_num_tokens} | {max_num_tokens})
     return [
-        Shape(tokens, seqs, decode=False)
-        for tokens in MIXED_TOKENS
-        for seqs in counts
-        if seqs <= tokens <= max_num_tokens
+        Shape(tokens, seqs, decode=False) for tokens in sizes for seqs in counts if seqs <= tokens
     ]
 
 
 def smallest(shapes: Sequence[Shape], num_tokens: int, num_seqs: int) -> Shape | None:
-    """The first shape (they are sorted) that holds a step; None if none does."""
+    """The first shape (they are sorted) that holds a step; None if none does, or only too large."""
     for shape in shapes:
         if shape.num_tokens >= num_tokens and shape.num_seqs >= num_seqs:
-            return shape
+            full = shape.num_tokens <= MIXED_TOKENS[-1] or num_tokens >= FULL * shape.num_tokens
+            return shape if shape.decode or full else None
     return None
 
 
@@ -222,7 +226,7 @@ def run_step(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The step that a graph of ``shape`` holds: its results, or without ``sampling`` its logits."""
     batch, tables = views(inputs, shape, rows.block_tables, limits.max_model_len)
-    introduce(rows, tables)
+    change_tables(rows, *(tables[name] for name in TABLE_FIELDS))
     if shape.decode:
         values, scores = step.decode(model, ops, kv, rows, batch, sampling=sampling)
     else:

@@ -1,9 +1,14 @@
-"""What the device keeps for every row between steps: tokens, block tables, sampling parameters."""
+"""What the device keeps for every row between steps: tokens, block tables, sampling parameters.
+
+All of it but the penalties lies in one array of words, so that a step's changes are one upload and
+one kernel, however many fields they touch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +22,14 @@ from infer.ops.logit_edits import LogitEdits
 from infer.ops.sample import SamplingRows
 from infer.plan import Plan
 from infer.sequences import Sequences
+from infer.staging import aligned
 
 
 @dataclass(frozen=True, slots=True)
 class RowState:
     """Donated with the KV cache. Row ``max_num_seqs`` is a spare for padded batches."""
 
+    words: Tensor  # i32, what the tensors before ``edits`` are views of
     last_token: Tensor  # i32[max_num_seqs + 1], the token each row sampled last
     block_tables: Tensor  # i32[max_num_seqs + 1, max_blocks_per_seq]
     sampling: SamplingRows
@@ -34,75 +41,72 @@ def make(limits: Limits, vocab_size: int, device: torch.device) -> RowState:
 
     ``vocab_size`` is this rank's own.
     """
-    rows = limits.max_num_seqs + 1
-    tables = torch.zeros(rows, limits.max_blocks_per_seq, dtype=torch.int32, device=device)
+    rows, width = limits.max_num_seqs + 1, limits.max_blocks_per_seq
+    words = torch.zeros(tables_at(rows) + rows * width, dtype=torch.int32, device=device)
+    token, temperature, top_k, top_p, min_p, choice, seed, tables = torch.split(
+        words, [*[aligned(rows)] * 6, 2 * aligned(rows), rows * width]
+    )
+    tables = tables.view(rows, width)
     tables[-1] = limits.num_blocks
-
-    def full(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((rows,), value, dtype=dtype, device=device)
-
+    top_p.view(torch.float32).fill_(1)
     return RowState(
-        last_token=full(0, torch.int32),
+        words=words,
+        last_token=token[:rows],
         block_tables=tables,
         sampling=SamplingRows(
-            temperature=full(0, torch.float32),
-            top_k=full(0, torch.int32),
-            top_p=full(1, torch.float32),
-            min_p=full(0, torch.float32),
-            seed=torch.zeros(rows, 2, dtype=torch.int32, device=device),
-            choice=full(0, torch.int32),
+            temperature=temperature[:rows].view(torch.float32),
+            top_k=top_k[:rows],
+            top_p=top_p[:rows].view(torch.float32),
+            min_p=min_p[:rows].view(torch.float32),
+            seed=seed[: 2 * rows].view(rows, 2),
+            choice=choice[:rows],
         ),
         edits=logit_edits.allocate(num_slots(limits), vocab_size, device=device),
     )
 
 
-def starting_values(plan: Plan, seqs: Sequences) -> dict[str, Int32]:
-    """Parameters of the rows that start in this step, as int32 words to upload."""
-    rows = plan.starts.tolist()
-    params = [seqs.request[row].params for row in rows]
-    floats = np.array([[p.temperature, p.top_p, p.min_p] for p in params], np.float32)
-    seeds = np.array([p.seed for p in params], np.int64)
-    words = np.stack([seeds & 0xFFFFFFFF, seeds >> 32], axis=1).astype(np.uint32)
-    last = [seqs.token_ids[row][seqs.num_tokens[row] - 1] for row in rows]
-    return {
-        "starts": plan.starts,
-        "start_floats": floats.view(np.int32),
-        "start_top_k": np.array([p.top_k for p in params], np.int32),
-        "start_seeds": words.view(np.int32),
-        "start_choices": seqs.choice[plan.starts],
-        "start_tokens": np.array(last, np.int32),
-    }
+def tables_at(num_rows: int) -> int:
+    """Where the block tables begin among the words: after eight words a row, as ``make`` has them.
+
+    Fields start aligned: kernels are compiled for aligned pointers and for others apart.
+    """
+    return 8 * aligned(num_rows)
 
 
-def table_changes(plan: Plan) -> dict[str, Int32]:
-    """Changed block-table entries, to upload."""
+def changes(plan: Plan, seqs: Sequences, rows: RowState) -> dict[str, Int32]:
+    """Words that change before a step, to upload: those of starting rows, and of block tables."""
+    num_rows, width = rows.block_tables.shape
+    table = tables_at(num_rows) + plan.table_rows.astype(np.int64) * width + plan.table_columns
+    places: list[Any] = [table]
+    words: list[Any] = [plan.table_blocks]
+    if plan.starts.size:
+        params = [request.params for request in seqs.request[plan.starts].tolist()]
+        floats = np.array([[p.temperature, p.top_p, p.min_p] for p in params], np.float32)
+        temperature, top_p, min_p = floats.T.copy().view(np.int32)
+        seeds = np.array([p.seed for p in params], np.int64)
+        last = [seqs.token_ids[row][seqs.num_tokens[row] - 1] for row in plan.starts.tolist()]
+        top_k = [p.top_k for p in params]
+        words += [last, temperature, top_k, top_p, min_p, seqs.choice[plan.starts]]
+        words.append(seeds.view(np.int32))  # low and high word of each
+        starts = plan.starts.astype(np.int64)
+        places += [field * aligned(num_rows) + starts for field in range(6)]
+        places.append((6 * aligned(num_rows) + 2 * starts[:, None] + np.arange(2)).reshape(-1))
     return {
-        "table_rows": plan.table_rows,
-        "table_columns": plan.table_columns,
-        "table_blocks": plan.table_blocks,
+        "places": np.concatenate(places).view(np.int32),
+        "words": np.concatenate(words).astype(np.int32),
     }
 
 
 def introduce(rows: RowState, uploaded: Mapping[str, Tensor]) -> RowState:
-    """Apply what ``starting_values`` and ``table_changes`` uploaded. Rows donated."""
-    if "starts" in uploaded:
-        index = uploaded["starts"].long()
-        floats = uploaded["start_floats"].view(torch.float32)
-        s = rows.sampling
-        for target, values in (
-            (s.temperature, floats[:, 0]),
-            (s.top_p, floats[:, 1]),
-            (s.min_p, floats[:, 2]),
-            (s.top_k, uploaded["start_top_k"]),
-            (s.seed, uploaded["start_seeds"]),
-            (s.choice, uploaded["start_choices"]),
-            (rows.last_token, uploaded["start_tokens"]),
-        ):
-            target.index_copy_(0, index, values)
-    if "table_rows" in uploaded:
-        where = (uploaded["table_rows"].long(), uploaded["table_columns"].long())
-        rows.block_tables.index_put_(where, uploaded["table_blocks"])
+    """Apply what ``changes`` uploaded. Rows donated."""
+    if "places" in uploaded:
+        rows.words.index_copy_(0, uploaded["places"].view(torch.int64), uploaded["words"])
     return rows
+
+
+def change_tables(rows: RowState, table_rows: Tensor, columns: Tensor, blocks: Tensor) -> None:
+    """Write block-table entries (all i32). For a graph, whose kernels must not change."""
+    rows.block_tables.index_put_((table_rows.long(), columns.long()), blocks)
 
 
 def fill_slots(

@@ -116,7 +116,7 @@ class Runtime:
     ) -> tuple[Pending, KVCache, RowState]:
         """Launch one step. ``kv`` and ``rows`` are donated."""
         model = self.executable(model)
-        arrays = {**step_arrays(plan, batch, seqs), **batch_arrays(batch)}
+        arrays = {**step_arrays(plan, seqs, rows), **batch_arrays(batch)}
         uploaded = self.uploader.upload(arrays)
         kv, rows = self.prepare(model, kv, rows, plan, seqs, uploaded)
         if not plan.num_sequences:
@@ -168,13 +168,11 @@ class Runtime:
         return Ready(EMPTY if values is None else host_values(values))
 
 
-def step_arrays(plan: Plan, batch: HostBatch, seqs: Sequences) -> dict[str, Int32]:
+def step_arrays(plan: Plan, seqs: Sequences, rows: RowState) -> dict[str, Int32]:
     """What must change on the device before a step, and which sampling rows ask for more."""
     arrays: dict[str, Int32] = {}
-    if plan.starts.size:
-        arrays |= row_state.starting_values(plan, seqs)
-    if plan.table_rows.size:
-        arrays |= row_state.table_changes(plan)
+    if plan.starts.size or plan.table_rows.size:
+        arrays |= row_state.changes(plan, seqs, rows)
     if plan.copies.size:
         arrays["copies"] = plan.copies
     if plan.need & Need.PENALTIES:
