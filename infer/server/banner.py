@@ -12,6 +12,7 @@ def banner(info: EngineInfo, config: ServerConfig, port: int, seconds: float) ->
     url = f"http://{host}:{port}"
     tokens = info.num_blocks * info.block_size
     kv_bytes = tokens * info.kv_bytes_per_token
+    key_hint = " (any user name; the API key is the password)" if config.api_key else ""
     ranks = f", {info.tp_size} ranks" if info.tp_size > 1 else ""
     rows = {
         "model": f"{info.model_name} ({info.architecture}, {info.dtype}, "
@@ -24,7 +25,7 @@ def banner(info: EngineInfo, config: ServerConfig, port: int, seconds: float) ->
         f"{info.max_num_batched_tokens} a step",
         "API": f"{url}/v1 ({'with the API key' if config.api_key else 'no key needed'})",
         "metrics": f"{url}/metrics",
-        **({"chat": f"{url}/ui/"} if config.dashboard else {}),
+        **({"chat": f"{url}/ui/{key_hint}"} if config.dashboard else {}),
     }
     lines = [f"  {name:<9} {text}" for name, text in rows.items()]
     version = info.versions.get("purestep")

@@ -31,6 +31,8 @@ NoteError = Callable[[ApiError, Record | None], None]
 
 OPEN_PATHS = frozenset({"/health"})
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+# What probes, scrapers and open pages ask for all the time; refusals of it are logged all the same.
+_WATCHING = re.compile(r"/(health|metrics|debug|ui)(/|$)", re.ASCII)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
@@ -165,7 +167,9 @@ class AccessLog:
             self._log(scope, record)
 
     def _log(self, scope: Scope, record: Record) -> None:
-        level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
+        quiet = record.status is None or record.status < 400
+        quiet = quiet and _WATCHING.match(scope["path"]) is not None
+        level = logging.DEBUG if quiet else logging.INFO
         if not access_log.isEnabledFor(level):
             return
         now = time.monotonic()

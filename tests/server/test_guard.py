@@ -215,3 +215,26 @@ def test_one_line_a_request_without_the_prompt(
     ):
         assert part in line
     assert "SECRET" not in caplog.text
+
+
+def test_what_open_pages_ask_for_is_logged_for_debugging_only(
+    open_server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    polled = ("/health", "/metrics", "/debug/engine")
+    with caplog.at_level(logging.DEBUG, logger="infer"):
+        for path in (*polled, "/v1/models", "/ui/nothing/here", "/healthy"):
+            httpx.get(f"{open_server.url}{path}", headers={"x-request-id": path[1:].replace("/", ".")},
+                      trust_env=False)  # fmt: skip
+        httpx.get(f"{open_server.url}/health", trust_env=False)
+    found = {
+        getattr(r, "fields", {})["path"]: (r.levelno, getattr(r, "fields", {})["status"])
+        for r in caplog.records
+        if r.name == "infer.access"
+    }
+    for path in polled:
+        if found[path][1] == 200:
+            assert found[path][0] == logging.DEBUG, path
+    assert found["/health"] == (logging.DEBUG, 200)
+    assert found["/v1/models"] == (logging.INFO, 200)
+    assert found["/ui/nothing/here"] == (logging.INFO, 404)  # a refusal is always told
+    assert found["/healthy"] == (logging.INFO, 404)
