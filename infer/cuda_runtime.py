@@ -160,17 +160,14 @@ class CudaRuntime(Runtime):
         self._hit = graph is not None
         if graph is None:
             return super().run(model, kv, rows, plan, self._padded(batch), seqs)
-        tables = (plan.table_rows, plan.table_columns, plan.table_blocks)
         arrays = step_arrays(plan, seqs, rows)
-        inside = plan.table_rows.size <= graph.shape.num_seqs and not plan.starts.size
-        if inside:
-            arrays = {k: v for k, v in arrays.items() if k not in ("places", "words")}
-        else:
-            empty = np.empty(0, np.int32)
-            tables = (empty, empty, empty)
+        changes = {name: arrays[name] for name in graphs.CHANGE_FIELDS if name in arrays}
+        if changes and changes["places"].size > graph.shape.num_changes:
+            changes = {}
+        arrays = {name: array for name, array in arrays.items() if name not in changes}
         uploaded = self.uploader.upload(arrays) if arrays else {}
         kv, rows = self.prepare(model, kv, rows, plan, seqs, uploaded)
-        self._staging.fill(graph.inputs, lambda out: graph.layout.pack(batch, tables, out))
+        self._staging.fill(graph.inputs, lambda out: graph.layout.pack(batch, changes, out))
         graph.graph.replay()
         num_samples = int(plan.sample_rows.size)
         if graph.results is not None:

@@ -28,14 +28,14 @@ from infer.model import Model
 from infer.ops import Ops
 from infer.ops.sample import SampleFlags
 from infer.plan import Plan
-from infer.rows import RowState, change_tables
+from infer.rows import RowState, introduce, spare_place
 from infer.staging import aligned
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 FULL = 15 / 16  # of the token budget: a step this full is as well padded to all of it
 FEW_SEQS = 8  # mixed steps of few sequences have graphs of their own: the LM head is most of them
 TOKEN_FIELDS = ("input_ids", "src_rows", "positions", "slot_mapping")
-TABLE_FIELDS = ("table_rows", "table_columns", "table_blocks")
+CHANGE_FIELDS = ("places", "words")  # of rows and block tables; see infer.rows
 FIELDS = (
     *TOKEN_FIELDS,
     "seq_rows",
@@ -45,7 +45,7 @@ FIELDS = (
     "sample_logits",
     "sample_rows",
     "sample_positions",
-    *TABLE_FIELDS,
+    *CHANGE_FIELDS,
 )
 COUNTING_FIELDS = ("cu_seqlens_q", "logits_rows", "sample_logits")  # constant in a decode graph
 
@@ -62,6 +62,14 @@ class Shape:
     num_seqs: int
     decode: bool
 
+    @property
+    def num_changes(self) -> int:
+        """How many words of rows and block tables can change before its step.
+
+        In a mixed step every sequence can start (eight words) and get blocks of 16 positions.
+        """
+        return self.num_seqs if self.decode else 9 * self.num_seqs + self.num_tokens // 16
+
     def spans(self) -> dict[str, tuple[int, int]]:
         """Start and size of each field in the packed inputs.
 
@@ -70,6 +78,7 @@ class Shape:
         spans, at = {}, 0
         for name in FIELDS:
             size = self.num_tokens if name in TOKEN_FIELDS else self.num_seqs
+            size = self.num_changes if name in CHANGE_FIELDS else size
             size += name == "cu_seqlens_q"
             spans[name] = (at, size)
             at += aligned(size)
@@ -84,18 +93,18 @@ class Layout:
     starts: Mapping[str, int]  # of the fields that change from step to step
     template: Int32
 
-    def pack(self, batch: HostBatch, tables: tuple[Int32, Int32, Int32], out: Int32) -> None:
+    def pack(self, batch: HostBatch, changes: Mapping[str, Int32], out: Int32) -> None:
         """Write a step's inputs, padded, into ``out`` (i32[template.size])."""
         out[:] = self.template
         for name, start in self.starts.items():
-            if name in TABLE_FIELDS:
+            if name in CHANGE_FIELDS:
                 continue
             value = getattr(batch, name)
             out[start : start + value.size] = value
         if "cu_seqlens_q" in self.starts:
             start = self.starts["cu_seqlens_q"] + batch.num_seqs
             out[start : start + self.shape.num_seqs + 1 - batch.num_seqs] = batch.num_tokens
-        for name, value in zip(TABLE_FIELDS, tables, strict=True):
+        for name, value in changes.items():
             start = self.starts[name]
             out[start : start + value.size] = value
 
@@ -108,8 +117,8 @@ def make_layout(shape: Shape, limits: Limits) -> Layout:
         "seq_rows": limits.max_num_seqs,
         "context_lens": 1 if shape.decode else 0,
         "sample_rows": limits.max_num_seqs,
-        "table_rows": limits.max_num_seqs,
-        "table_blocks": limits.num_blocks,
+        "places": spare_place(limits),
+        "words": limits.num_blocks,
     }
     spans = shape.spans()
     template = np.zeros(sum(aligned(size) for _, size in spans.values()), np.int32)
@@ -174,7 +183,7 @@ def smallest(shapes: Sequence[Shape], num_tokens: int, num_seqs: int) -> Shape |
 def views(
     inputs: Tensor, shape: Shape, block_tables: Tensor, max_seqlen_k: int
 ) -> tuple[Batch, dict[str, Tensor]]:
-    """The packed inputs as a batch, and the block-table changes beside it."""
+    """The packed inputs as a batch, and the changes of rows and block tables beside it."""
     parts = {name: inputs[at : at + size] for name, (at, size) in shape.spans().items()}
     meta = AttentionMeta(
         positions=parts["positions"],
@@ -199,7 +208,7 @@ def views(
         prompt_rows=none,
         prompt_targets=none,
     )
-    return batch, {name: parts[name] for name in TABLE_FIELDS}
+    return batch, {name: parts[name] for name in CHANGE_FIELDS}
 
 
 @contextmanager
@@ -225,8 +234,8 @@ def run_step(
     sampling: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The step that a graph of ``shape`` holds: its results, or without ``sampling`` its logits."""
-    batch, tables = views(inputs, shape, rows.block_tables, limits.max_model_len)
-    change_tables(rows, *(tables[name] for name in TABLE_FIELDS))
+    batch, changed = views(inputs, shape, rows.block_tables, limits.max_model_len)
+    introduce(rows, changed)
     if shape.decode:
         values, scores = step.decode(model, ops, kv, rows, batch, sampling=sampling)
     else:

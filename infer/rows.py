@@ -73,11 +73,15 @@ def tables_at(num_rows: int) -> int:
     return 8 * aligned(num_rows)
 
 
+def spare_place(limits: Limits) -> int:
+    """A word that padded changes may set: the spare row's first block, to the spare block."""
+    return tables_at(limits.max_num_seqs + 1) + limits.max_num_seqs * limits.max_blocks_per_seq
+
+
 def changes(plan: Plan, seqs: Sequences, rows: RowState) -> dict[str, Int32]:
-    """Words that change before a step, to upload: those of starting rows, and of block tables."""
+    """Words that change before a step and their places: of starting rows, and of block tables."""
     num_rows, width = rows.block_tables.shape
-    table = tables_at(num_rows) + plan.table_rows.astype(np.int64) * width + plan.table_columns
-    places: list[Any] = [table]
+    places: list[Any] = [tables_at(num_rows) + plan.table_rows * width + plan.table_columns]
     words: list[Any] = [plan.table_blocks]
     if plan.starts.size:
         params = [request.params for request in seqs.request[plan.starts].tolist()]
@@ -88,25 +92,19 @@ def changes(plan: Plan, seqs: Sequences, rows: RowState) -> dict[str, Int32]:
         top_k = [p.top_k for p in params]
         words += [last, temperature, top_k, top_p, min_p, seqs.choice[plan.starts]]
         words.append(seeds.view(np.int32))  # low and high word of each
-        starts = plan.starts.astype(np.int64)
-        places += [field * aligned(num_rows) + starts for field in range(6)]
-        places.append((6 * aligned(num_rows) + 2 * starts[:, None] + np.arange(2)).reshape(-1))
+        places += [field * aligned(num_rows) + plan.starts for field in range(6)]
+        places.append((6 * aligned(num_rows) + 2 * plan.starts[:, None] + (0, 1)).reshape(-1))
     return {
-        "places": np.concatenate(places).view(np.int32),
+        "places": np.concatenate(places).astype(np.int32),
         "words": np.concatenate(words).astype(np.int32),
     }
 
 
-def introduce(rows: RowState, uploaded: Mapping[str, Tensor]) -> RowState:
-    """Apply what ``changes`` uploaded. Rows donated."""
-    if "places" in uploaded:
-        rows.words.index_copy_(0, uploaded["places"].view(torch.int64), uploaded["words"])
+def introduce(rows: RowState, changed: Mapping[str, Tensor]) -> RowState:
+    """Apply ``changes``, if there are any. Rows donated."""
+    if "places" in changed:
+        rows.words.index_copy_(0, changed["places"].long(), changed["words"])
     return rows
-
-
-def change_tables(rows: RowState, table_rows: Tensor, columns: Tensor, blocks: Tensor) -> None:
-    """Write block-table entries (all i32). For a graph, whose kernels must not change."""
-    rows.block_tables.index_put_((table_rows.long(), columns.long()), blocks)
 
 
 def fill_slots(
