@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -40,3 +41,9 @@ class Batch:
     sample_positions: Tensor  # i32[num_samples], position of the sampled token (for its noise)
     prompt_rows: Tensor  # i32[num_prompt_logprobs], whose successor's logprob is wanted
     prompt_targets: Tensor  # i32[num_prompt_logprobs], those successors
+
+
+def merge_ids(batch: Batch, last_token: Tensor) -> Tensor:
+    """Take ids from the host where it knows them, else what the named row sampled last."""
+    sampled = last_token.index_select(0, batch.src_rows.clamp_min(0))
+    return torch.where(batch.src_rows >= 0, sampled, batch.input_ids)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from infer import models
-from infer.batch import Batch
+from infer.batch import Batch, merge_ids
 from infer.kv import KVCache
 from infer.model import Model
 from infer.models import decoder
-from infer.ops import Ops, logit_edits
+from infer.ops import Ops, WholeWeights, logit_edits
 from infer.ops.logprobs import Logprobs, logprobs, logprobs_in_slices
 from infer.ops.sample import SampleFlags
 from infer.ops.sharded import Shard, joined, sample_sharded, whole
@@ -73,7 +73,7 @@ def decode(
             return None, scores
         return pick(model, scores, rows, batch, PLAIN)[0], None
     shape = decoder.layer_shape(model.config, model.tp)
-    ids = decoder.merge_ids(batch, rows.last_token)
+    ids = merge_ids(batch, rows.last_token)
     hidden = decoder.embed(model.config, model.tp, model.weights, ids)
     fused = ops.fused_decode
     run = fused.layers(model.weights, kv, hidden, batch.attention, shape, model.tp)
@@ -96,7 +96,6 @@ def pick(
 ) -> tuple[DeviceValues, RowState]:
     """Sample every sampling row of ``scores`` and remember the tokens. Rows donated."""
     shard = vocab_shard(model)
-    params = rows.sampling.select(batch.sample_rows)
     edited, sources = scores, batch.sample_logits
     if extras.edit_samples is not None and extras.edit_slots is not None:
         edited, sources = logit_edits.edit(
@@ -107,15 +106,13 @@ def pick(
             slots=extras.edit_slots,
             edits=rows.edits,
         )
-    picked = sample_sharded(
-        edited,
-        sources,
-        batch.sample_positions,
-        params,
-        extras.flags,
-        shard,
-        extras.most_top_k,
-    )
+    weights, positions, flags = model.weights, batch.sample_positions, extras.flags
+    if isinstance(weights, WholeWeights):
+        chosen = batch.sample_rows
+        picked = weights.sample(edited, sources, positions, chosen, rows.sampling, flags)
+    else:
+        params = rows.sampling.select(batch.sample_rows)
+        picked = sample_sharded(edited, sources, positions, params, flags, shard, extras.most_top_k)
     rows.last_token.index_copy_(0, batch.sample_rows.long(), picked.tokens)
     if extras.edit_samples is not None and extras.edit_slots is not None:
         tokens = picked.tokens.index_select(0, extras.edit_samples)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infer.batch import Batch
+from infer.batch import Batch, merge_ids
 from infer.config import ModelConfig
 from infer.kv import KVCache
 from infer.ops import LayerShape, Ops, WholeWeights
@@ -30,11 +30,10 @@ def forward(
     ``kv``, which is donated.
     """
     shape = layer_shape(cfg, tp)
-    input_ids = merge_ids(batch, last_token)
     if isinstance(weights, WholeWeights):
-        return weights.run(kv, input_ids, batch.attention, ops, shape), kv
+        return weights.run(kv, batch, last_token, ops, shape), kv
     step = ops.prepare(batch.attention, ops.cos_sin, kv.k[0], shape)
-    residual = embed(cfg, tp, weights, input_ids)
+    residual = embed(cfg, tp, weights, merge_ids(batch, last_token))
     hidden = torch.zeros_like(residual)
     run = ops.layer or layer
     for index, w in enumerate(weights.layers):
@@ -88,12 +87,6 @@ def layer_shape(cfg: ModelConfig, tp: TP) -> LayerShape:
         eps=local.rms_norm_eps,
         sliding_window=local.sliding_window,
     )
-
-
-def merge_ids(batch: Batch, last_token: Tensor) -> Tensor:
-    """Take ids from the host where it knows them, else what the named row sampled last."""
-    sampled = last_token.index_select(0, batch.src_rows.clamp_min(0))
-    return torch.where(batch.src_rows >= 0, sampled, batch.input_ids)
 
 
 def embed(cfg: ModelConfig, tp: TP, weights: Weights, input_ids: Tensor) -> Tensor:

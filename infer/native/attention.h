@@ -16,25 +16,32 @@ struct Pages {
     ptrdiff_t stride;  // bytes from one position to the next
     ptrdiff_t head;    // bytes from a position's first head to the one wanted
 
-    ptrdiff_t at(int position) const {
-        int64_t slot = (int64_t)table[position / block_size] * block_size + position % block_size;
-        return slot * stride + head;
+    // Where positions first .. end are, in bytes from `keys` or `values`.
+    void find(int first, int end, ptrdiff_t *at) const {
+        while (first < end) {
+            int page = first / block_size, inside = first - page * block_size;
+            int count = std::min(end - first, block_size - inside);
+            ptrdiff_t from = ((ptrdiff_t)table[page] * block_size + inside) * stride + head;
+            for (int i = 0; i < count; i++, from += stride) *at++ = from;
+            first += count;
+        }
     }
-    int run(int position) const { return block_size - position % block_size; }  // contiguous
 };
 
 struct AttentionScratch {
     float *q;       // [MAX_TILE_ROWS, head_dim], scaled
     float *out;     // [MAX_TILE_ROWS, padded]
+    float *part;    // [MAX_TILE_ROWS, padded], of one block of keys
     float *scores;  // [MAX_TILE_ROWS, KEYS]
     float *keys;    // [KEYS / COLUMNS, head_dim, COLUMNS]
-    char *values;   // [KEYS, padded] as they are stored, where head_dim is no multiple of COLUMNS
+    char *values;   // [KEYS, padded], as they are stored
     float *maxima;  // [MAX_TILE_ROWS]
-    float *totals;  // [MAX_TILE_ROWS, LANES]
+    float *factors;  // [MAX_TILE_ROWS]
+    float *totals;   // [MAX_TILE_ROWS, LANES]
 
     static size_t floats(int head_dim) {
         size_t padded = (head_dim + COLUMNS - 1) / COLUMNS * COLUMNS;
-        return MAX_TILE_ROWS * (2 * padded + KEYS + LANES + LANES) + 2 * KEYS * padded;
+        return MAX_TILE_ROWS * (3 * padded + KEYS + LANES + 2) + 2 * KEYS * padded;
     }
     AttentionScratch(float *memory, int head_dim) {
         size_t padded = (head_dim + COLUMNS - 1) / COLUMNS * COLUMNS;
@@ -45,19 +52,38 @@ struct AttentionScratch {
         };
         q = take(MAX_TILE_ROWS * padded);
         out = take(MAX_TILE_ROWS * padded);
+        part = take(MAX_TILE_ROWS * padded);
         scores = take(MAX_TILE_ROWS * KEYS);
         keys = take(KEYS * padded);
         values = (char *)take(KEYS * padded);
         totals = take(MAX_TILE_ROWS * LANES);
         maxima = take(MAX_TILE_ROWS);
+        factors = take(MAX_TILE_ROWS);
     }
 };
 
-// Keys first .. first + COLUMNS of one head, transposed to float32 [head_dim, COLUMNS]. Positions
-// from `end` on repeat the last one before it: pages that are not the sequence's own stay unread.
-static void lay_out_keys(const Pages &pages, int first, int end, int head_dim, float *out) {
+// Fetch what `find` found, while something else is computed.
+static void fetch(const Pages &pages, const ptrdiff_t *at, int count, int head_dim) {
+    constexpr int LINE = 64;
+    int bytes = head_dim * (pages.half ? 2 : 4);
+    for (int j = 0; j < count; j++) {
+        for (int b = 0; b < bytes; b += LINE) {
+            __builtin_prefetch(pages.keys + at[j] + b, 0, 2);
+            __builtin_prefetch(pages.values + at[j] + b, 0, 2);
+        }
+    }
+}
+
+static inline int first_seen(int position, int window) {
+    return window > 0 ? std::max(0, position - window + 1) : 0;
+}
+
+// COLUMNS keys of one head, transposed to float32 [head_dim, COLUMNS]. Beyond `count` the last one
+// is repeated: pages that are not the sequence's own stay unread.
+static void lay_out_keys(const Pages &pages, const ptrdiff_t *at, int count, int head_dim,
+                         float *out) {
     const char *rows[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) rows[c] = pages.keys + pages.at(std::min(first + c, end - 1));
+    for (int c = 0; c < COLUMNS; c++) rows[c] = pages.keys + at[std::min(c, count - 1)];
     int per_word = pages.half ? 2 : 1, words = head_dim / per_word, done = 0;
     for (; done + LANES <= words; done += LANES) {
         for (int side = 0; side < 2; side++) {
@@ -85,13 +111,27 @@ static void lay_out_keys(const Pages &pages, int first, int end, int head_dim, f
     }
 }
 
-// Softmax of one row of scores against what it has seen so far; its earlier sums are rescaled.
-static inline void weigh(float *scores, int groups, int from, int to, float &maximum_seen,
-                         float *totals, float *out, int padded) {
+// `count` values of one head, one after the other, padded with zeros.
+static void lay_out_values(const Pages &pages, const ptrdiff_t *at, int count, int head_dim,
+                           int padded, char *out) {
+    int size = pages.half ? 2 : 4, used = head_dim * size, whole = used / sizeof(Vec) * sizeof(Vec);
+    for (int j = 0; j < count; j++, out += padded * size) {
+        const char *from = pages.values + at[j];
+        for (int b = 0; b < whole; b += sizeof(Vec)) store(out + b, load<Vec>(from + b));
+        memcpy(out + whole, from + whole, used - whole);
+        memset(out + used, 0, padded * size - used);
+    }
+}
+
+// Turn one row of scores into weights relative to the largest score seen so far. Returns the
+// factor that brings what was summed before to the same scale. Positions outside of from .. to
+// weigh nothing.
+static inline float weigh(float *scores, int size, int from, int to, float &maximum_seen,
+                          float *totals) {
     Vec best = splat(-INFINITY);
     Ints lane{};
     for (int i = 0; i < LANES; i++) lane[i] = i;
-    for (int at = 0; at < groups * COLUMNS; at += LANES) {
+    for (int at = 0; at < size; at += LANES) {
         Vec s = load<Vec>(scores + at);
         if (from > at || to < at + LANES) {
             Ints seen = (lane + at >= from) & (lane + at < to);
@@ -102,49 +142,20 @@ static inline void weigh(float *scores, int groups, int from, int to, float &max
     }
     float most = std::max(maximum_seen, maximum(best));
     if (most == -INFINITY) {  // nothing visible yet
-        for (int at = 0; at < groups * COLUMNS; at += LANES) store(scores + at, Vec{});
-        return;
+        for (int at = 0; at < size; at += LANES) store(scores + at, Vec{});
+        return 1.0f;
     }
-    Vec total = load<Vec>(totals);
-    if (most > maximum_seen) {
-        Vec factor = exponential(splat(maximum_seen - most));
-        total *= factor;
-        for (int d = 0; d < padded; d += LANES) store(out + d, load<Vec>(out + d) * factor);
-        maximum_seen = most;
-    }
-    for (int at = 0; at < groups * COLUMNS; at += LANES) {
+    Vec factor = splat(1.0f);
+    if (most > maximum_seen) factor = exponential(splat(maximum_seen - most));
+    maximum_seen = most;
+    Vec total = load<Vec>(totals) * factor;
+    for (int at = 0; at < size; at += LANES) {
         Vec weight = exponential(load<Vec>(scores + at) - most);
         total += weight;
         store(scores + at, weight);
     }
     store(totals, total);
-}
-
-// out += weights @ values, positions first .. end in order, page by page.
-static void add_values(const Pages &pages, int first, int end, int block, int rows, int head_dim,
-                       int padded, const AttentionScratch &s) {
-    int size = pages.half ? 2 : 4;
-    bool copied = padded != head_dim;
-    while (first < end) {
-        int count = std::min(end - first, pages.run(first));
-        const char *from = pages.values + pages.at(first);
-        ptrdiff_t stride = pages.stride;
-        if (copied) {
-            for (int j = 0; j < count; j++) {
-                char *row = s.values + (ptrdiff_t)j * padded * size;
-                memcpy(row, from + j * stride, head_dim * size);
-                memset(row + head_dim * size, 0, (padded - head_dim) * size);
-            }
-            from = s.values, stride = (ptrdiff_t)padded * size;
-        }
-        for (int d = 0; d < padded; d += COLUMNS) {
-            TileArgs args{s.scores + first - block, KEYS, from + d * size, stride, count,
-                          s.out + d, padded, from, 0};
-            pages.half ? rows_of_tiles<true, true>(args, rows)
-                       : rows_of_tiles<false, true>(args, rows);
-        }
-        first += count;
-    }
+    return factor[0];
 }
 
 // Queries at positions first .. first + count of one sequence, the `group` heads of one KV head.
@@ -160,23 +171,40 @@ static void attend(const Pages &pages, const float *q, ptrdiff_t q_stride, float
         store(s.totals + r * LANES, Vec{});
     }
     memset(s.out, 0, (size_t)rows * padded * sizeof(float));
-    int begin = window > 0 ? std::max(0, first - window + 1) : 0, end = first + count;
+    int begin = first_seen(first, window), end = first + count;
+    int size = pages.half ? 2 : 4;
+    ptrdiff_t at[KEYS], next[KEYS];
+    pages.find(begin / KEYS * KEYS, std::min(begin / KEYS * KEYS + KEYS, end), next);
     for (int block = begin / KEYS * KEYS; block < end; block += KEYS) {
-        int last = std::min(end, block + KEYS);
-        int groups = (last - block + COLUMNS - 1) / COLUMNS;
+        int keys = std::min(end - block, KEYS), groups = (keys + COLUMNS - 1) / COLUMNS;
+        int following = std::min(end - block - keys, KEYS);
+        memcpy(at, next, sizeof at);
+        pages.find(block + KEYS, block + KEYS + following, next);
+        fetch(pages, next, following, head_dim);
         for (int g = 0; g < groups; g++) {
-            lay_out_keys(pages, block + g * COLUMNS, last, head_dim, s.keys);
-            TileArgs args{s.q, head_dim, (const char *)s.keys, COLUMNS * sizeof(float), head_dim,
-                          s.scores + g * COLUMNS, KEYS, (const char *)s.keys, 0};
-            rows_of_tiles<false, false>(args, rows);
+            lay_out_keys(pages, at + g * COLUMNS, keys - g * COLUMNS, head_dim,
+                         s.keys + g * COLUMNS * head_dim);
         }
+        in_tiles<false>({s.q, head_dim, (const char *)s.keys, COLUMNS * sizeof(float), head_dim,
+                         s.scores, KEYS, groups, (ptrdiff_t)sizeof(float) * COLUMNS * head_dim},
+                        rows);
         for (int r = 0; r < rows; r++) {
             int position = first + r / group;
             int from = window > 0 ? position - window + 1 - block : 0;
-            weigh(s.scores + r * KEYS, groups, from, position + 1 - block, s.maxima[r],
-                  s.totals + r * LANES, s.out + (ptrdiff_t)r * padded, padded);
+            s.factors[r] = weigh(s.scores + r * KEYS, groups * COLUMNS, from, position + 1 - block,
+                                 s.maxima[r], s.totals + r * LANES);
         }
-        add_values(pages, std::max(block, begin), last, block, rows, head_dim, padded, s);
+        int unseen = std::max(begin - block, 0);  // outside of every query's window
+        lay_out_values(pages, at + unseen, keys - unseen, head_dim, padded, s.values);
+        TileArgs args{s.scores + unseen, KEYS, s.values, (ptrdiff_t)padded * size, keys - unseen,
+                      s.part, padded, padded / COLUMNS, COLUMNS * size};
+        pages.half ? in_tiles<true>(args, rows) : in_tiles<false>(args, rows);
+        for (int r = 0; r < rows; r++) {
+            float *out = s.out + (ptrdiff_t)r * padded, *part = s.part + (ptrdiff_t)r * padded;
+            for (int d = 0; d < padded; d += LANES) {
+                store(out + d, load<Vec>(out + d) * s.factors[r] + load<Vec>(part + d));
+            }
+        }
     }
     for (int r = 0; r < rows; r++) {
         float scale = 1.0f / sum(load<Vec>(s.totals + r * LANES));

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.kv import KVCache
+
 
 def _fields(**kinds: Any) -> list[tuple[str, Any]]:
     return [(name, kind) for names, kind in kinds.items() for name in names.split("__")]
@@ -50,9 +52,21 @@ class StepStruct(Structure):
     """``Step``."""
 
     _fields_ = _fields(
-        input_ids__positions__slot_mapping__seq_rows__cu_seqlens_q__context_lens=c_void_p,
+        input_ids__src_rows__positions__slot_mapping__last_token=c_void_p,
+        seq_rows__cu_seqlens_q__context_lens=c_void_p,
         block_tables__k__v__stream=c_void_p,
         num_tokens__num_seqs__table_width__block_size__half=c_int32,
+    )
+
+
+class SamplingStruct(Structure):
+    """``Sampling``."""
+
+    _fields_ = _fields(
+        logits__sample_logits__sample_rows__positions=c_void_p,
+        temperature__seed__choice__tokens__scores__nan=c_void_p,
+        num_samples__vocab_size=c_int32,
+        greedy_below=c_float,
     )
 
 
@@ -76,6 +90,7 @@ class Library:
         declare("purestep_engine", c_void_p, POINTER(ModelStruct), c_int32)
         declare("purestep_free", None, c_void_p)
         declare("purestep_layers", c_int32, c_void_p, POINTER(StepStruct))
+        declare("purestep_sample", None, c_void_p, POINTER(SamplingStruct))
         declare("purestep_logits", c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_void_p)
 
     def packed_bytes(self, matrix: MatrixStruct) -> int:
@@ -103,7 +118,7 @@ class Engine:
     def __init__(self, functions: Any, model: ModelStruct, threads: int) -> None:
         self._functions = functions
         self._handle = functions.purestep_engine(model, threads)
-        self._size = model.hidden_size
+        self._kv: tuple[KVCache, Any, Any] | None = None
         weakref.finalize(self, functions.purestep_free, self._handle)
 
     def layers(self, step: StepStruct) -> None:
@@ -124,6 +139,16 @@ class Engine:
         pointers = (hidden.data_ptr(), rows.data_ptr(), rows.numel(), out.data_ptr())
         if not self._functions.purestep_logits(self._handle, *pointers):
             raise MemoryError(f"no memory for logits of {rows.numel()} tokens")
+
+    def sample(self, sampling: SamplingStruct) -> None:
+        """Sample every row, greedy or random."""
+        self._functions.purestep_sample(self._handle, sampling)
+
+    def pages(self, kv: KVCache) -> tuple[int, int]:
+        """Addresses of the arrays of the addresses of K and of V."""
+        if self._kv is None or self._kv[0] is not kv:
+            self._kv = kv, addresses(kv.k), addresses(kv.v)
+        return ctypes.addressof(self._kv[1]), ctypes.addressof(self._kv[2])
 
 
 def addresses(tensors: Sequence[Tensor]) -> Any:

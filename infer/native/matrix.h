@@ -6,9 +6,10 @@
 #include "pool.h"
 #include "vectors.h"
 
-// COLUMNS outputs of all rows: `panel` is [depth][COLUMNS] with `stride` bytes from one k to the
-// next. bfloat16 panels hold column i in the low and column i + LANES in the high half of word i.
-// `ahead` is memory that will be read soon, and `pace` how many bytes of it a k is worth.
+// Outputs of all rows from `panels` panels of COLUMNS each: a panel is [depth][COLUMNS] with
+// `stride` bytes from one k to the next. bfloat16 panels hold column i in the low and column
+// i + LANES in the high half of word i. `ahead` is memory that will be read soon, and `pace` how
+// many bytes of it a k is worth.
 struct TileArgs {
     const float *x;
     ptrdiff_t x_stride;
@@ -17,61 +18,69 @@ struct TileArgs {
     int depth;
     float *out;
     ptrdiff_t out_stride;
-    const char *ahead;
-    int pace;
+    int panels = 1;
+    ptrdiff_t panel_stride = 0;
+    const char *ahead = nullptr;
+    int pace = 0;
 };
 
-template <int ROWS, bool HALF, bool ADD>
+template <int ROWS, int PANELS, bool HALF>
 static void tile(const TileArgs &a) {
-    Vec acc[ROWS][2];
-    for (int r = 0; r < ROWS; r++) {
-        for (int c = 0; c < 2; c++) {
-            acc[r][c] = ADD ? load<Vec>(a.out + r * a.out_stride + c * LANES) : Vec{};
-        }
-    }
+    Vec acc[ROWS][2 * PANELS] = {};
     const char *panel = a.panel, *ahead = a.ahead;
     for (int k = 0; k < a.depth; k++) {
-        Vec left, right;
-        if constexpr (HALF) {
-            Words pair = load<Words>(panel);
-            left = low(pair), right = high(pair);
-        } else {
-            left = load<Vec>(panel), right = load<Vec>(panel + sizeof(Vec));
+        Vec weights[2 * PANELS];
+        for (int p = 0; p < PANELS; p++) {
+            const char *from = panel + p * a.panel_stride;
+            if constexpr (HALF) {
+                Words pair = load<Words>(from);
+                weights[2 * p] = low(pair), weights[2 * p + 1] = high(pair);
+            } else {
+                weights[2 * p] = load<Vec>(from), weights[2 * p + 1] = load<Vec>(from + sizeof(Vec));
+            }
         }
         __builtin_prefetch(ahead, 0, 2);
         for (int r = 0; r < ROWS; r++) {
             float x = a.x[r * a.x_stride + k];
-            acc[r][0] += left * x;
-            acc[r][1] += right * x;
+            for (int c = 0; c < 2 * PANELS; c++) acc[r][c] += weights[c] * x;
         }
         panel += a.stride;
         ahead += a.pace;
     }
     for (int r = 0; r < ROWS; r++) {
-        for (int c = 0; c < 2; c++) store(a.out + r * a.out_stride + c * LANES, acc[r][c]);
+        for (int c = 0; c < 2 * PANELS; c++) store(a.out + r * a.out_stride + c * LANES, acc[r][c]);
     }
 }
 
 using Tile = void (*)(const TileArgs &);
 
-template <bool HALF, bool ADD, int... R>
+template <int PANELS, bool HALF, int... R>
 static Tile pick(int rows, std::integer_sequence<int, R...>) {
-    static constexpr Tile tiles[] = {tile<R + 1, HALF, ADD>...};
+    static constexpr Tile tiles[] = {tile<R + 1, PANELS, HALF>...};
     return tiles[rows - 1];
 }
 
-// Any number of rows, cut into tiles of about equal size.
-template <bool HALF, bool ADD>
-static void rows_of_tiles(TileArgs a, int rows) {
+// Any number of rows, cut into tiles of about equal size. A few rows take two panels at once: one
+// panel's additions would wait for each other.
+template <bool HALF>
+static void in_tiles(TileArgs a, int rows) {
+    using Few = std::make_integer_sequence<int, MAX_ROWS / 2>;
+    using Many = std::make_integer_sequence<int, MAX_ROWS>;
     int count = (rows + MAX_ROWS - 1) / MAX_ROWS;
     a.pace /= count;
     for (int i = 0; i < count; i++) {
-        int first = rows * i / count, last = rows * (i + 1) / count;
+        int first = rows * i / count, size = rows * (i + 1) / count - first;
         TileArgs part = a;
         part.x += first * a.x_stride;
         part.out += first * a.out_stride;
         part.ahead += (ptrdiff_t)i * a.depth * a.pace;
-        pick<HALF, ADD>(last - first, std::make_integer_sequence<int, MAX_ROWS>{})(part);
+        for (int p = 0; p < a.panels;) {
+            int together = size <= MAX_ROWS / 2 && p + 1 < a.panels ? 2 : 1;
+            (together == 2 ? pick<2, HALF>(size, Few{}) : pick<1, HALF>(size, Many{}))(part);
+            part.panel += together * a.panel_stride;
+            part.out += together * COLUMNS;
+            p += together;
+        }
     }
 }
 
@@ -142,9 +151,9 @@ static void multiply(Pool &pool, const Matrix &m, const float *x, ptrdiff_t x_st
             // Most likely this thread's next task; past the end, the next matrix in memory.
             const char *ahead = panel + pool.size() * group_bytes;
             TileArgs args{x + first * x_stride, x_stride, panel, k_bytes, m.inputs,
-                          sums + part * COLUMNS, width, ahead, k_bytes};
-            m.half ? rows_of_tiles<true, false>(args, count)
-                   : rows_of_tiles<false, false>(args, count);
+                          sums + part * COLUMNS, width};
+            args.ahead = ahead, args.pace = k_bytes;
+            m.half ? in_tiles<true>(args, count) : in_tiles<false>(args, count);
         }
         int column = group * COLUMNS, filled = std::min(COLUMNS, columns - column);
         for (int r = 0; r < count; r++) {

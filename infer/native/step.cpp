@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "sampling.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -28,7 +29,8 @@ struct Model {
 };
 
 struct Step {
-    const int32_t *input_ids, *positions, *slot_mapping;  // [num_tokens]
+    const int32_t *input_ids, *src_rows, *positions, *slot_mapping;  // [num_tokens]
+    const int32_t *last_token;  // of every row; src_rows says where it counts
     const int32_t *seq_rows, *cu_seqlens_q, *context_lens;
     const int32_t *block_tables;  // rows of table_width
     void *const *k, *const *v;    // [num_layers]
@@ -87,7 +89,11 @@ class Engine {
         return true;
     }
 
-    Pool &pool() { return pool_; }
+    void sample(const Sampling &s) {
+        pool_.wake();
+        ::sample(pool_, s);
+        pool_.rest();
+    }
 
    private:
     int q_size() const { return m_.num_heads * m_.head_dim; }
@@ -110,7 +116,8 @@ class Engine {
         int size = m_.hidden_size;
         for (int t = 0; t < s.num_tokens; t++) {
             float *to = s.stream + (ptrdiff_t)t * size;
-            size_t row = (size_t)s.input_ids[t] * size;
+            int source = s.src_rows[t];
+            size_t row = (size_t)(source >= 0 ? s.last_token[source] : s.input_ids[t]) * size;
             if (m_.half) {
                 const uint16_t *from = (const uint16_t *)m_.embed + row;
                 for (int i = 0; i < size; i++) to[i] = widen(from[i]);
@@ -220,21 +227,29 @@ class Engine {
 
     void attention(const Step &s, const char *k_cache, const char *v_cache) {
         int kv_heads = m_.num_kv_heads, group = m_.num_heads / kv_heads, dim = m_.head_dim;
-        int size = s.half ? 2 : 4;
-        pool_.run((int)queries_.size() * kv_heads, [&](int number, int thread) {
-            const Queries &part = queries_[number / kv_heads];
-            int head = number % kv_heads;
-            Pages pages{k_cache,
-                        v_cache,
-                        s.block_tables + (ptrdiff_t)s.seq_rows[part.seq] * s.table_width,
-                        s.block_size,
-                        s.half,
-                        (ptrdiff_t)kv_heads * dim * size,
-                        (ptrdiff_t)head * dim * size};
-            const float *q = qkv_ + (ptrdiff_t)part.token * qkv_size() + head * group * dim;
-            float *out = heads_ + (ptrdiff_t)part.token * q_size() + head * group * dim;
-            attend(pages, q, qkv_size(), out, q_size(), part.position, part.count, group, dim,
-                   m_.window, AttentionScratch(pointers_[thread], dim));
+        int size = s.half ? 2 : 4, tasks = (int)queries_.size() * kv_heads;
+        auto pages = [&](int task) {
+            int row = s.seq_rows[queries_[task / kv_heads].seq];
+            return Pages{k_cache,
+                         v_cache,
+                         s.block_tables + (ptrdiff_t)row * s.table_width,
+                         s.block_size,
+                         s.half,
+                         (ptrdiff_t)kv_heads * dim * size,
+                         (ptrdiff_t)(task % kv_heads) * dim * size};
+        };
+        // Heads of a position lie side by side: one thread takes them all where there is work
+        // enough, or every thread would fetch the others' share too.
+        int each = (int)queries_.size() >= 4 * pool_.size() ? kv_heads : 1;
+        pool_.run(tasks / each, [&](int number, int thread) {
+            for (int task = number * each; task < (number + 1) * each; task++) {
+                const Queries &part = queries_[task / kv_heads];
+                int first = task % kv_heads * group * dim;
+                attend(pages(task), qkv_ + (ptrdiff_t)part.token * qkv_size() + first, qkv_size(),
+                       heads_ + (ptrdiff_t)part.token * q_size() + first, q_size(), part.position,
+                       part.count, group, dim, m_.window,
+                       AttentionScratch(pointers_[thread], dim));
+            }
         });
     }
 
@@ -286,4 +301,6 @@ int32_t purestep_logits(Engine *engine, const float *hidden, const int32_t *rows
                         float *out) {
     return engine->logits(hidden, rows, count, out);
 }
+
+void purestep_sample(Engine *engine, const Sampling *sampling) { engine->sample(*sampling); }
 }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from infer.batch import Batch
 from infer.kv import KVCache
 from infer.native.build import BuildError, library_file
 from infer.native.library import (
@@ -18,14 +19,12 @@ from infer.native.library import (
     Library,
     MatrixStruct,
     ModelStruct,
+    SamplingStruct,
     StepStruct,
-    addresses,
 )
 from infer.ops import LayerShape, Ops, WholeWeights
+from infer.ops.sample import GREEDY_BELOW, Sampled, SampleFlags, SamplingRows, sample
 from infer.weights import Weights
-
-if TYPE_CHECKING:
-    from infer.batch import AttentionMeta
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -47,24 +46,27 @@ class NativeWeights(WholeWeights):
     kept: tuple[Tensor, ...]  # all that the engine points at
 
     def run(
-        self, kv: KVCache, input_ids: Tensor, meta: AttentionMeta, ops: Ops, shape: LayerShape
+        self, kv: KVCache, batch: Batch, last_token: Tensor, ops: Ops, shape: LayerShape
     ) -> Tensor:
         """See ``WholeWeights``; the stream is float32."""
-        stream = torch.empty(input_ids.shape[0], self.embed.shape[1], dtype=torch.float32)
-        k, v = addresses(kv.k), addresses(kv.v)
+        meta = batch.attention
+        stream = torch.empty(batch.input_ids.shape[0], self.embed.shape[1], dtype=torch.float32)
+        k, v = self.engine.pages(kv)
         self.engine.layers(
             StepStruct(
-                input_ids=input_ids.data_ptr(),
+                input_ids=batch.input_ids.data_ptr(),
+                src_rows=batch.src_rows.data_ptr(),
+                last_token=last_token.data_ptr(),
                 positions=meta.positions.data_ptr(),
                 slot_mapping=meta.slot_mapping.data_ptr(),
                 seq_rows=meta.seq_rows.data_ptr(),
                 cu_seqlens_q=meta.cu_seqlens_q.data_ptr(),
                 context_lens=meta.context_lens.data_ptr(),
                 block_tables=meta.block_tables.data_ptr(),
-                k=ctypes.addressof(k),
-                v=ctypes.addressof(v),
+                k=k,
+                v=v,
                 stream=stream.data_ptr(),
-                num_tokens=input_ids.shape[0],
+                num_tokens=stream.shape[0],
                 num_seqs=meta.seq_rows.shape[0],
                 table_width=meta.block_tables.stride(0),
                 block_size=kv.block_size,
@@ -78,6 +80,56 @@ class NativeWeights(WholeWeights):
         out = torch.empty(rows.shape[0], self.lm_head.shape[0], dtype=torch.float32)
         self.engine.logits(hidden, rows, out)
         return out
+
+    def sample(
+        self,
+        logits: Tensor,
+        sample_logits: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        params: SamplingRows,
+        flags: SampleFlags,
+    ) -> Sampled:
+        """See ``WholeWeights``."""
+        if flags.top_k or flags.top_p or flags.min_p:
+            with one_thread():
+                return sample(logits, sample_logits, positions, params.select(rows), flags)
+        logits, count = logits.contiguous(), rows.shape[0]
+        tokens = torch.empty(count, dtype=torch.int32)
+        scores, nan = torch.empty(count), torch.empty(count, dtype=torch.bool)
+        self.engine.sample(
+            SamplingStruct(
+                logits=logits.data_ptr(),
+                sample_logits=sample_logits.data_ptr(),
+                sample_rows=rows.data_ptr(),
+                positions=positions.data_ptr(),
+                temperature=params.temperature.data_ptr(),
+                seed=params.seed.data_ptr(),
+                choice=params.choice.data_ptr(),
+                tokens=tokens.data_ptr(),
+                scores=scores.data_ptr(),
+                nan=nan.data_ptr(),
+                num_samples=count,
+                vocab_size=logits.shape[1],
+                greedy_below=GREEDY_BELOW,
+            )
+        )
+        return Sampled(tokens, scores, nan)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch to the calling thread.
+
+    Its helpers go on spinning for milliseconds after their work, on the cores that the kernels'
+    own threads need next.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def lay_out(weights: Weights, shape: LayerShape, cos_sin: Tensor, library: Library) -> Weights:

@@ -12,9 +12,9 @@ from torch import Tensor
 from infer.weights import Weights
 
 if TYPE_CHECKING:
-    from infer.batch import AttentionMeta
+    from infer.batch import AttentionMeta, Batch
     from infer.kv import KVCache
-    from infer.ops.sample import Sampled, SamplingRows
+    from infer.ops.sample import Sampled, SampleFlags, SamplingRows
     from infer.parallel import TP
 
 
@@ -124,16 +124,31 @@ class WholeWeights(Weights):
 
     @abstractmethod
     def run(
-        self, kv: KVCache, input_ids: Tensor, meta: AttentionMeta, ops: Ops, shape: LayerShape
+        self, kv: KVCache, batch: Batch, last_token: Tensor, ops: Ops, shape: LayerShape
     ) -> Tensor:
         """Run every token through every layer and write its K and V (``kv`` is donated).
 
-        Returns the residual stream ``[num_tokens, hidden_size]`` before the final norm.
+        ``last_token`` is ``[rows]``, see ``infer.batch.merge_ids``. Returns the residual stream
+        ``[num_tokens, hidden_size]`` before the final norm.
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor, rows: Tensor, eps: float) -> Tensor:
         """Final norm and LM head of rows (i32) of what ``run`` returned: f32 ``[rows, V]``."""
+
+    def sample(
+        self,
+        logits: Tensor,
+        sample_logits: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        params: SamplingRows,
+        flags: SampleFlags,
+    ) -> Sampled:
+        """``infer.ops.sample.sample`` with the parameters of rows (i32[M]) of all ``params``."""
+        from infer.ops.sample import sample
+
+        return sample(logits, sample_logits, positions, params.select(rows), flags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

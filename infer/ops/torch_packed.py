@@ -9,20 +9,17 @@ projections were tried: they take longer there than by themselves.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infer.batch import Batch, merge_ids
 from infer.kv import KVCache
 from infer.ops import LayerShape, Ops, WholeWeights
 from infer.ops.torch_attention import attention, qk_norm_rope_store
 from infer.ops.torch_dense import silu_mul
 from infer.weights import LayerWeights, Weights
-
-if TYPE_CHECKING:
-    from infer.batch import AttentionMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +49,11 @@ class PackedWeights(WholeWeights):
     packed_head: Tensor
 
     def run(
-        self, kv: KVCache, input_ids: Tensor, meta: AttentionMeta, ops: Ops, shape: LayerShape
+        self, kv: KVCache, batch: Batch, last_token: Tensor, ops: Ops, shape: LayerShape
     ) -> Tensor:
         """See ``WholeWeights``."""
-        step = ops.prepare(meta, ops.cos_sin, kv.k[0], shape)
-        stream = F.embedding(input_ids, self.embed)
+        step = ops.prepare(batch.attention, ops.cos_sin, kv.k[0], shape)
+        stream = F.embedding(merge_ids(batch, last_token), self.embed)
         for w, k_cache, v_cache in zip(self.packed, kv.k, kv.v, strict=True):
             qkv = _linear(rms_norm(stream, w.input_norm, shape.eps), w.qkv, w.qkv_bias)
             q = qk_norm_rope_store(qkv, w.q_norm, w.k_norm, k_cache, v_cache, step, shape)
