@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,9 @@ from infer.types import EngineInfo
 from metrics.reader import Reading
 
 ReadMetrics = Callable[[int, int], Reading]  # seconds, every
-ReadSteps = Callable[[int | None], str]  # a step's number or None for the newest -> Timeline JSON
+ReadSteps = Callable[
+    [int | None], Awaitable[str]
+]  # a step's number or None for the newest -> Timeline JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,7 @@ def insight_routes(
         @router.get("/debug/steps")
         async def steps(step: int | None = Query(None, ge=0)) -> Response:
             """The last steps, the block pool, and one step in detail."""
-            content = await asyncio.to_thread(read_steps, step)
-            return Response(content, media_type="application/json")
+            return Response(await read_steps(step), media_type="application/json")
 
     if read_metrics is not None:
 

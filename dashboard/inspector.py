@@ -38,8 +38,8 @@ element.addEventListener('keydown', (event) => {
 });
 """
 UNWATCHED = (
-    "It runs in a process of its own, or was started without the dashboard. To watch it, start the "
-    "server with --no-engine-process. The lessons run on an engine of this page and work anyway."
+    "It was started without its pages (--no-dashboard), so nobody notes its steps. The lessons run "
+    "on an engine of this page and work anyway."
 )
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 

@@ -50,5 +50,5 @@ class StepRecorder:
         )
 
     def to_json(self, step: int | None = None) -> str:
-        """``timeline`` as JSON; ``insight_routes`` takes this method as ``read_steps``."""
+        """``timeline`` as JSON, which ``/debug/steps`` answers."""
         return msgspec.json.encode(self.timeline(step)).decode()

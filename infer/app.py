@@ -39,10 +39,10 @@ from infer.server.config import ServerConfig
 from infer.server.logs import configure_logging
 from infer.tokenizer import Tokenizer
 from infer.transport import start_process
-from infer.types import EngineInfo
 from metrics import CountRequests, Metrics
 
 KEY_VARIABLE = "PURESTEP_API_KEY"
+WATCHER = "dashboard.recorder:StepRecorder"  # what an engine process tells its steps through
 TABLES = ("load", "engine", "server")
 MAX_FILES = 1 << 16
 
@@ -139,8 +139,7 @@ async def serve(plan: ServePlan) -> None:
     began = time.monotonic()
     with _bind(plan.server) as listener:
         pages = _start_import(plan.server)
-        recorder = StepRecorder()
-        client, tokenizer = await _start_engine(plan, recorder)
+        client, tokenizer = await _start_engine(plan)
         await pages
         try:
             names = plan.server.served_model_name or (client.info.model_name,)
@@ -156,18 +155,19 @@ async def serve(plan: ServePlan) -> None:
                     middleware=[Middleware(CountRequests, on_http=seen.on_http)],
                 )
                 port = listener.getsockname()[1]
-                _add_pages(app, plan, client.info, tokenizer, seen, recorder, port)
+                _add_pages(app, plan, client, tokenizer, seen, port)
                 text = banner(client.info, plan.server, port, time.monotonic() - began)
                 await _answer(app, client, plan.server, listener, text)
         finally:
             await client.shutdown(0)
 
 
-async def _start_engine(plan: ServePlan, recorder: StepRecorder) -> tuple[LinkedClient, Tokenizer]:
+async def _start_engine(plan: ServePlan) -> tuple[LinkedClient, Tokenizer]:
     settings: dict[str, Any] = {
         "load": {name: getattr(plan.load, name) for name in LOAD_TEXTS},
         "engine": dict(plan.engine),
         "log_format": plan.server.log_format,
+        "watcher": WATCHER if plan.server.dashboard else None,
     }
     if _apart(plan):
         client = await start_process(
@@ -182,7 +182,8 @@ async def _start_engine(plan: ServePlan, recorder: StepRecorder) -> tuple[Linked
             # torch is imported here: a server whose engine is another process does without it.
             from infer.enginebuild import build
 
-            engine, tokenizer = build(settings["load"], settings["engine"], recorder.record)
+            watcher = StepRecorder() if plan.server.dashboard else None
+            engine, tokenizer = build(settings["load"], settings["engine"], watcher)
             left.append(tokenizer)
             return engine
 
@@ -206,10 +207,9 @@ def _start_import(config: ServerConfig) -> Awaitable[Any]:
 def _add_pages(
     app: FastAPI,
     plan: ServePlan,
-    info: EngineInfo,
+    client: LinkedClient,
     tokenizer: Tokenizer,
     seen: Metrics,
-    recorder: StepRecorder,
     port: int,
 ) -> None:
     """Mount the chat page and the routes it looks at the engine through."""
@@ -217,13 +217,13 @@ def _add_pages(
         return
     from dashboard.pages import mount  # loads gradio
 
+    info = client.info
     preset = find_preset(plan.load.model or DEFAULT)
     chat = preset.chat if preset is not None else {}
     insight = Insight.of(
         info, defaults={**info.sampling, **chat}, chat_template=tokenizer.chat_template
     )
-    in_process = not _apart(plan)
-    app.include_router(insight_routes(insight, seen.read, recorder.to_json if in_process else None))
+    app.include_router(insight_routes(insight, seen.read, client.look))
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(plan.server.host, plan.server.host)
     address = f"[{host}]" if ":" in host and not host.startswith("[") else host
     mount(app, Settings(url=f"http://{address}:{port}", api_key=plan.server.api_key))

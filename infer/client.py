@@ -21,6 +21,7 @@ from infer.types import EngineInfo, FailureKind, Observer, Request, StepStats
 
 logger = logging.getLogger(__name__)
 
+Look = Callable[[int | None], str]  # a step's number, None for the newest -> JSON for who watches
 STOP_GRACE_S = 10.0  # for the steps in flight, after the last request has ended
 
 
@@ -63,6 +64,13 @@ class EngineClient(Protocol):
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets ``FinishEvent(reason=ABORT)``. Idempotent."""
 
+    async def look(self, step: int | None = None) -> str:
+        """The last steps, and step ``step`` or the newest in detail, as JSON.
+
+        Raises:
+            EngineError: the engine is not watched, or does not answer.
+        """
+
     async def shutdown(self, deadline: float) -> None:
         """Refuse new requests, let open ones finish for ``deadline`` seconds, abort the rest and
         free the engine. Idempotent; a second call with a shorter deadline hastens the first."""
@@ -76,6 +84,7 @@ class Engine:
     model: Any
     state: Any
     info: EngineInfo
+    look: Look | None = None  # any thread may call it
 
 
 class Link(Protocol):
@@ -86,6 +95,9 @@ class Link(Protocol):
 
     async def join(self, deadline: float) -> bool:
         """Wait for the loop's end; whether it came within ``deadline`` seconds."""
+
+    async def look(self, step: int | None) -> str | None:
+        """What the engine's ``look`` says; None when nobody watches it."""
 
 
 class LinkedClient:
@@ -127,6 +139,13 @@ class LinkedClient:
         """End a request; see ``EngineClient.abort``."""
         self._desk.abort(request_id)
 
+    async def look(self, step: int | None = None) -> str:
+        """The last steps as JSON; see ``EngineClient.look``."""
+        seen = await self._link.look(step)
+        if seen is None:
+            raise EngineError("this engine's steps are not watched; start it with its pages")
+        return seen
+
     async def shutdown(self, deadline: float) -> None:
         """Stop in order; see ``EngineClient.shutdown``."""
         self._desk.close()
@@ -143,6 +162,7 @@ class _ThreadLink:
     def __init__(self, inbox: Inbox, ended: asyncio.Event) -> None:
         self._inbox = inbox
         self._ended = ended
+        self.watcher: Look | None = None
 
     def send(self, command: Command) -> None:
         self._inbox.put(command)
@@ -153,6 +173,9 @@ class _ThreadLink:
         except TimeoutError:
             return False
         return True
+
+    async def look(self, step: int | None) -> str | None:
+        return None if self.watcher is None else await asyncio.to_thread(self.watcher, step)
 
 
 async def start_thread(
@@ -173,6 +196,7 @@ async def start_thread(
     loop = asyncio.get_running_loop()
     inbox = Inbox()
     ended = asyncio.Event()
+    link = _ThreadLink(inbox, ended)
     desk = Desk(inbox.put, observers, step_timeout)
     ready: asyncio.Future[EngineInfo] = loop.create_future()
 
@@ -189,6 +213,7 @@ async def start_thread(
         except BaseException as error:
             post(_settle, ready, error)
             return
+        link.watcher = engine.look
         post(_settle, ready, engine.info)
         try:
             drive(engine.transitions, engine.model, engine.state, inbox, emit)
@@ -205,7 +230,7 @@ async def start_thread(
     except BaseException:
         inbox.put(Stop())  # for an engine that is made after nobody waits for it any more
         raise
-    return LinkedClient(desk, _ThreadLink(inbox, ended), info)
+    return LinkedClient(desk, link, info)
 
 
 def _settle(future: asyncio.Future[EngineInfo], result: EngineInfo | BaseException) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from infer.client import Engine
 from infer.config import EngineConfig
@@ -24,28 +25,44 @@ from infer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Record = Callable[[Report, EngineState], None]  # a collected step and the state after it
+
+class Watcher(Protocol):
+    """Who is told of every step, and tells others."""
+
+    def record(self, report: Report, state: EngineState) -> None:
+        """Note a collected step and the state after it, in the thread that runs them."""
+
+    def to_json(self, step: int | None = None) -> str:
+        """What ``Engine.look`` answers, in any thread."""
 
 
 def build_engine(settings: Mapping[str, Any]) -> Engine:
     """Make an engine in a process of its own, from ``{"load": ..., "engine": ..., "log_format"}``.
 
+    ``"watcher"``, if there, names a ``Watcher``'s class: ``module:class``.
+
     Raises:
         InferError: the model or an option is wrong.
     """
     configure_logging(settings.get("log_format", "text"))
-    return build(settings["load"], settings["engine"])[0]
+    watcher: Watcher | None = None
+    if settings.get("watcher"):
+        module, _, name = settings["watcher"].partition(":")
+        watcher = getattr(importlib.import_module(module), name)()
+    return build(settings["load"], settings["engine"], watcher)[0]
 
 
 def build(
-    load_options: Mapping[str, Any], engine_options: Mapping[str, Any], record: Record | None = None
+    load_options: Mapping[str, Any],
+    engine_options: Mapping[str, Any],
+    watcher: Watcher | None = None,
 ) -> tuple[Engine, Tokenizer | None]:
     """Load a model and make an engine for it; with the model's tokenizer, if it has one.
 
     Args:
         load_options: of ``infer.load``.
         engine_options: of ``EngineConfig``; they win over the model's preset.
-        record: told of every step, in the thread that runs them.
+        watcher: told of every step.
 
     Raises:
         InferError: the model or an option is wrong.
@@ -64,11 +81,13 @@ def build(
         submit=submit,
         abort=abort,
         has_work=has_work,
-        advance=advance if record is None else _recorded(advance, record),
+        advance=advance if watcher is None else _recorded(advance, watcher),
         check=_check_ranks,
     )
     info = engine_info(model, state)
-    return Engine(transitions=transitions, model=model, state=state, info=info), model.tokenizer
+    look = None if watcher is None else watcher.to_json
+    engine = Engine(transitions=transitions, model=model, state=state, info=info, look=look)
+    return engine, model.tokenizer
 
 
 def _check_ranks(model: Model) -> None:
@@ -77,7 +96,7 @@ def _check_ranks(model: Model) -> None:
         model.tp.link.check()
 
 
-def _recorded(advance: Advance, record: Record) -> Advance:
+def _recorded(advance: Advance, watcher: Watcher) -> Advance:
     """``advance``, with every collected step noted."""
 
     def advance_and_record(
@@ -85,7 +104,7 @@ def _recorded(advance: Advance, record: Record) -> Advance:
     ) -> tuple[Any, tuple[Any, ...], Sequence[Any]]:
         state, tickets, reports = advance(model, state, tickets)
         for report in reports:
-            record(cast("Report", report), state)
+            watcher.record(cast("Report", report), state)
         return state, tickets, reports
 
     return advance_and_record

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from infer import wire
-from infer.client import Engine
+from infer.client import Engine, Look
 from infer.engineloop import Inbox, Output, Stop, drive
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,10 @@ def main(descriptor: int) -> int:
         logger.exception("the engine could not be made")
         writer.close(wire.Failed(wire.ErrorMessage.of(error)))
         return 1
-    threading.Thread(target=_read, args=(messages, inbox), name="reader", daemon=True).start()
+    reader = threading.Thread(
+        target=_read, args=(messages, inbox, engine.look, writer), name="reader", daemon=True
+    )
+    reader.start()
     writer.put(wire.Ready(engine.info))
 
     def emit(output: Output) -> None:
@@ -71,11 +74,16 @@ def _messages(connection: socket.socket) -> Iterator[wire.ToEngine]:
             yield decoder.decode(payload)
 
 
-def _read(messages: Iterator[wire.ToEngine], inbox: Inbox) -> None:
+def _read(
+    messages: Iterator[wire.ToEngine], inbox: Inbox, look: Look | None, writer: _Writer
+) -> None:
     """Fill the inbox until the server is gone; then stop, with or without the loop's help."""
     try:
         for message in messages:
-            inbox.put(wire.message_command(message))
+            if isinstance(message, wire.LookMessage):
+                writer.put(_seen(message, look))
+            else:
+                inbox.put(wire.message_command(message))
     except OSError:
         pass
     except Exception:
@@ -84,6 +92,15 @@ def _read(messages: Iterator[wire.ToEngine], inbox: Inbox) -> None:
     timer = threading.Timer(ORPHAN_GRACE_S, os._exit, (1,))
     timer.daemon = True
     timer.start()
+
+
+def _seen(message: wire.LookMessage, look: Look | None) -> wire.SeenMessage:
+    """A look costs the engine's loop nothing but its turn of the interpreter."""
+    try:
+        return wire.SeenMessage(message.number, None if look is None else look(message.step))
+    except Exception:  # who watches must never stop what is watched
+        logger.exception("the engine's steps could not be told")
+        return wire.SeenMessage(message.number, None)
 
 
 class _Writer:

@@ -7,6 +7,7 @@ no name and no port.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
@@ -19,13 +20,15 @@ import msgspec
 from infer import wire
 from infer.client import LinkedClient
 from infer.engineloop import Command
-from infer.errors import EngineError
+from infer.errors import EngineError, EngineUnavailable
 from infer.streams import STEP_TIMEOUT_S, Desk
 from infer.types import EngineInfo, FailureKind, Observer
 
 logger = logging.getLogger(__name__)
 
 KILL_GRACE_S = 5.0
+LOOK_S = 5.0
+ENDED = "the engine process has ended"
 
 
 async def start_process(
@@ -79,10 +82,41 @@ class _ProcessLink:
         self._process = process
         self.transport: asyncio.WriteTransport | None = None
         self.ended = asyncio.Event()
+        self._looks: dict[int, asyncio.Future[str | None]] = {}
+        self._numbers = itertools.count()
 
     def send(self, command: Command) -> None:
+        self._write(wire.command_message(command))
+
+    async def look(self, step: int | None) -> str | None:
+        if self.ended.is_set() or self.transport is None or self.transport.is_closing():
+            raise EngineUnavailable(ENDED)
+        number = next(self._numbers)
+        answer = self._looks[number] = asyncio.get_running_loop().create_future()
+        self._write(wire.LookMessage(number, step))
+        try:
+            return await asyncio.wait_for(answer, LOOK_S)
+        except TimeoutError as error:
+            text = f"the engine process did not tell its steps within {LOOK_S:.0f} s"
+            raise EngineUnavailable(text) from error
+        finally:
+            del self._looks[number]
+
+    def blind(self) -> None:
+        """The process is gone: nobody will answer."""
+        for answer in self._looks.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailable(ENDED))
+
+    def seen(self, message: wire.SeenMessage) -> None:
+        """Hand an answer to who waits for it, if anybody still does."""
+        answer = self._looks.get(message.number)
+        if answer is not None and not answer.done():
+            answer.set_result(message.text)
+
+    def _write(self, message: wire.ToEngine) -> None:
         if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(wire.frame(wire.command_message(command)))
+            self.transport.write(wire.frame(message))
 
     async def join(self, deadline: float) -> bool:
         try:
@@ -136,6 +170,7 @@ class _Protocol(asyncio.Protocol):
             self._take(self._decoder.decode(payload))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._link.blind()
         if self._said_goodbye:
             self._link.ended.set()
         else:
@@ -145,6 +180,8 @@ class _Protocol(asyncio.Protocol):
         match message:
             case wire.OutputMessage():
                 self._desk.deliver(wire.message_output(message))
+            case wire.SeenMessage():
+                self._link.seen(message)
             case wire.Ready(info):
                 if not self._ready.done():
                     self._ready.set_result(info)

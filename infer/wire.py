@@ -49,6 +49,13 @@ class StopMessage(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """``Stop``."""
 
 
+class LookMessage(msgspec.Struct, tag="look", array_like=True, frozen=True):
+    """Tell the last steps. The answer, ``SeenMessage``, carries the same number."""
+
+    number: int
+    step: int | None
+
+
 class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     """The engine is made."""
 
@@ -96,6 +103,13 @@ class OutputMessage(msgspec.Struct, tag="output", array_like=True, frozen=True):
     refusals: list[RefusalMessage]
 
 
+class SeenMessage(msgspec.Struct, tag="seen", array_like=True, frozen=True):
+    """The last steps as JSON; None when nobody watches them."""
+
+    number: int
+    text: str | None
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
     """The engine could not be made, or died."""
 
@@ -106,8 +120,8 @@ class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
     """The loop ended as asked."""
 
 
-ToEngine = Start | SubmitMessage | AbortMessage | StopMessage
-FromEngine = Ready | OutputMessage | Failed | Ended
+ToEngine = Start | SubmitMessage | AbortMessage | StopMessage | LookMessage
+FromEngine = Ready | OutputMessage | SeenMessage | Failed | Ended
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
@@ -168,6 +182,8 @@ def message_command(message: ToEngine) -> Command:
             return Stop()
         case Start():
             raise EngineError("the engine was started twice")
+        case LookMessage():
+            raise EngineError("a look at the engine is no command of its loop")
 
 
 def output_message(output: Output) -> OutputMessage:

@@ -297,7 +297,16 @@ def build(options: dict[str, Any]) -> Engine:
     model = FakeModel(depth=1)
     if trouble == "step":
         model.gate.fail(RuntimeError("injected"))
-    return fake_engine(model)
+    engine = fake_engine(model)
+
+    def look(step: int | None) -> str:
+        if step == 404:
+            raise KeyError("injected")
+        if step == 503:
+            os._exit(3)
+        return f'{{"step": {step}}}'
+
+    return replace(engine, look=look) if options.get("watched") else engine
 
 
 SPECIALS = ("<|im_start|>", "<|im_end|>")

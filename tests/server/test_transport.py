@@ -75,6 +75,31 @@ async def test_a_failed_step_ends_every_request() -> None:
     await client.shutdown(0)
 
 
+async def test_the_engine_can_be_looked_at_while_it_runs() -> None:
+    client = await start_process(BUILDER, {"watched": True})
+    async with client.generate(request("r", [1], max_tokens=100_000)) as stream:
+        await anext(stream)
+        looks = [client.look(step) for step in (3, None, 7)]
+        assert await asyncio.gather(*looks) == ['{"step": 3}', '{"step": None}', '{"step": 7}']
+        with pytest.raises(EngineError, match="not watched"):
+            await client.look(404)  # a fault of who watches is not the engine's
+        await anext(stream)
+    assert client.health.ok
+    looking = asyncio.ensure_future(client.look(503))
+    with pytest.raises(EngineUnavailable, match="ended"):
+        await looking
+    with pytest.raises(EngineUnavailable, match="ended"):
+        await client.look()
+    await client.shutdown(0)
+
+
+async def test_an_engine_that_nobody_watches_says_so() -> None:
+    client = await start_process(BUILDER, {})
+    with pytest.raises(EngineError, match="not watched"):
+        await client.look()
+    await client.shutdown(0)
+
+
 @pytest.mark.parametrize(
     ("trouble", "error", "match"),
     [("build", RequestError, "no such model"), ("exit", EngineError, "exit code 3")],

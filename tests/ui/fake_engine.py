@@ -72,6 +72,11 @@ class FakeEngine:
 
     def app(self) -> FastAPI:
         app = FastAPI()
+        recorder = recorded()
+
+        async def steps(step: int | None) -> str:
+            return recorder.to_json(step)
+
         app.include_router(insight_routes(
             Insight.of(
                 INFO,
@@ -80,7 +85,7 @@ class FakeEngine:
                 chat_template="{% if enable_thinking %}<think>{% endif %}",
             ),
             self.reading,
-            recorded().to_json,
+            steps,
         ))  # fmt: skip
 
         @app.get("/v1/models")

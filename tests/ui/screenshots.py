@@ -51,13 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @contextmanager
-def server(url: str | None) -> Iterator[str]:
-    """The server at ``url``, or one that lives as long as the block."""
+def server(url: str | None, *options: str) -> Iterator[str]:
+    """The server at ``url``, or one with ``options`` that lives as long as the block."""
     if url is not None:
         yield url.rstrip("/")
         return
     port = free_port()
-    command = [sys.executable, "-m", "infer.cli", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "infer.cli", "serve", "--port", str(port), *options]
     process = subprocess.Popen(command)
     try:
         url = f"http://127.0.0.1:{port}"

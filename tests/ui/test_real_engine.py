@@ -18,9 +18,9 @@ from tests.ui.test_pages import open_tab
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with server(None) as address:
+@pytest.fixture(scope="module", params=["--no-engine-process", "--engine-process"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    with server(None, request.param) as address:
         yield address
 
 
