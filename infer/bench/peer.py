@@ -19,10 +19,12 @@ _NAMES = ("purestep", "transformers")
 
 
 def bench_peer(llm: LLM) -> list[Figure]:
-    """Tokens a second and time to the first token beside transformers, at 1 and 16 requests.
+    """Speed and time to the first token beside transformers, at 1 and 16 requests.
 
-    transformers runs a static batch of equal lengths, its best case; prompts are the same. The two
-    take turns and the best round of each counts. ``detail`` holds the ratio.
+    "decode" leaves the prompts out: the tokens after the first, in the time after the first;
+    "with prompts" is all tokens in all the time. transformers runs a static batch of equal
+    lengths, its best case; prompts are the same. The two take turns and the best round of each
+    counts. ``detail`` holds the ratio.
 
     Raises:
         ConfigError: the model has no folder that transformers could load.
@@ -50,27 +52,28 @@ def bench_peer(llm: LLM) -> list[Figure]:
 
 def _figures(batch: int, best: dict[tuple[str, int], float]) -> list[Figure]:
     figures = []
-    speeds = {name: batch * NUM_TOKENS / best[name, NUM_TOKENS] for name in _NAMES}
     for name in _NAMES:
-        ratio = speeds[name] / speeds["transformers"]
-        figures.append(
-            Figure(
-                workload="peer",
-                name=f"{name}, {batch} requests",
-                value=speeds[name],
-                unit="tok/s",
-                detail={"times_transformers": round(ratio, 2)},
+        first, whole = best[name, 1], best[name, NUM_TOKENS]
+        their_first, their_whole = best["transformers", 1], best["transformers", NUM_TOKENS]
+        later, their_later = whole - first, their_whole - their_first
+        for what, value, unit, ratio in (
+            ("decode", batch * (NUM_TOKENS - 1) / later, "tok/s", their_later / later),
+            ("with prompts", batch * NUM_TOKENS / whole, "tok/s", their_whole / whole),
+            ("first token", 1e3 * first, "ms", first / their_first),
+        ):
+            figures.append(
+                Figure(
+                    workload="peer",
+                    name=f"{name}, {batch} requests, {what}",
+                    value=value,
+                    unit=unit,
+                    detail={
+                        "times_transformers" if unit == "tok/s" else "of_transformers": round(
+                            ratio, 2
+                        )
+                    },
+                )
             )
-        )
-        figures.append(
-            Figure(
-                workload="peer",
-                name=f"{name}, {batch} requests, first token",
-                value=1e3 * best[name, 1],
-                unit="ms",
-                detail={"of_transformers": round(best[name, 1] / best["transformers", 1], 2)},
-            )
-        )
     return figures
 
 
