@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from infer import graphs
 from infer import host as hosts
 from infer import rows as row_state
 from infer.config import GenerationDefaults, Limits
+from infer.hostbatch import build
+from infer.rows import RowState
 from infer.schedule import schedule
 from infer.types import Request, SamplingParams
 
@@ -25,17 +28,33 @@ def _params(i: int) -> SamplingParams:
     )
 
 
-def test_rows_hold_what_the_requests_asked_for() -> None:
+def _rows() -> RowState:
+    return row_state.make(LIMITS, LIMITS.vocab_size, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_rows_hold_what_the_requests_asked_for(in_graph: bool) -> None:
     prompts = [tuple(range(3 + i, 10 + 9 * i)) for i in range(3)]
     requests = [
         Request(request_id=str(i), prompt_token_ids=prompt, params=_params(i))
         for i, prompt in enumerate(prompts)
     ]
     plan, host = schedule(hosts.submit(hosts.make(LIMITS), requests, LIMITS), LIMITS)
-    rows = row_state.make(LIMITS, LIMITS.vocab_size, torch.device("cpu"))
-    untouched = row_state.make(LIMITS, LIMITS.vocab_size, torch.device("cpu"))
+    rows, untouched = _rows(), _rows()
     changes = row_state.changes(plan, host.seqs, rows)
-    row_state.introduce(rows, {name: torch.from_numpy(a) for name, a in changes.items()})
+    changed = {name: torch.from_numpy(array) for name, array in changes.items()}
+    if in_graph:  # as the inputs of a graph hold them, among padding
+        shape = graphs.Shape(64, LIMITS.max_num_seqs, decode=False)
+        assert changes["places"].size <= shape.num_changes
+        layout = graphs.make_layout(shape, LIMITS)
+        packed = np.empty_like(layout.template)
+        layout.pack(build(plan, host.seqs), changes, packed)
+        batch, changed = graphs.views(
+            torch.from_numpy(packed), shape, rows.block_tables, LIMITS.max_model_len
+        )
+        ids = [token for prompt in prompts for token in prompt]
+        assert batch.input_ids[: len(ids)].tolist() == ids
+    row_state.introduce(rows, changed)
 
     used = [host.seqs.rows_of[str(i)][0] for i in range(3)]
     s = rows.sampling
@@ -59,7 +78,7 @@ def test_rows_hold_what_the_requests_asked_for() -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    rows = row_state.make(LIMITS, LIMITS.vocab_size, torch.device("cpu"))
+    rows = _rows()
     before = rows.words.clone()
     place = torch.full((7,), row_state.spare_place(LIMITS), dtype=torch.int32)
     words = torch.full((7,), LIMITS.num_blocks, dtype=torch.int32)
