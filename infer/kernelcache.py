@@ -20,6 +20,7 @@ from typing import Any
 import triton
 import xxhash
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +86,17 @@ def rehearse(rehearsal: Callable[[], None]) -> tuple[list[Wanted], set[str]]:
         sources.add(fn.jit_function.cache_key)
         return True  # do not compile, do not launch
 
-    runtime = triton.knobs.runtime
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        # A kernel that is compiled already must not run either, on what others did not write.
+        return launch(kernel, *args, grid=grid, warmup=True, **kwargs)
+
+    runtime, launch = triton.knobs.runtime, JITFunction.run
     before, runtime.jit_cache_hook = runtime.jit_cache_hook, note
+    JITFunction.run = run
     try:
         rehearsal()
     finally:
+        JITFunction.run = launch
         runtime.jit_cache_hook = before
     return list(wanted), sources
 

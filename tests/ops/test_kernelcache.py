@@ -33,3 +33,4 @@ def test_a_rehearsal_is_compiled_by_forks(tmp_path: Path) -> None:
     assert found["complete"], done.stderr
     assert found["hits"] == [True] * 9
     assert found["counted"] == 9
+    assert found["again"] == 0
