@@ -78,7 +78,7 @@ def _ops(model: Model, config: EngineConfig) -> Ops:
         compiling=bool(config.compile),
     )
     if reason is not None:
-        logger.info("plain torch computes instead of native kernels: %s", reason)
+        logger.info("plain torch computes instead of kernels of our own: %s", reason)
     return make_ops(name, model.config, model.device)
 
 

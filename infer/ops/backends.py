@@ -15,29 +15,42 @@ from infer.ops import LayerShape, Ops, torch_attention, torch_dense, torch_packe
 from infer.rope import cos_sin_table
 from infer.weights import Weights
 
+LEAST_CAPABILITY = (8, 0)  # bfloat16 products
+
 
 def choose(
     name: str, device: torch.device, dtype: torch.dtype, *, num_ranks: int, compiling: bool
 ) -> tuple[str, str | None]:
-    """The backend that ``name`` means here; and why it is not the CPU's fastest, if it is not.
+    """The backend that ``name`` means here; and why it is not the device's fastest, if it is not.
 
     Raises:
-        ConfigError: ``native`` was asked for where it cannot run.
+        ConfigError: kernels of our own were asked for where they cannot run.
     """
-    if name == "auto" and device.type == "cuda":
-        return "triton", None
-    if name not in ("auto", "native"):
-        return name, None
-    reason = _native_obstacle(device, dtype, num_ranks)
-    if reason is None and name == "auto" and compiling:
-        reason = "the layers are compiled"
+    best = "triton" if device.type == "cuda" else "native"
+    ours = ("auto", "triton", "flash_attn") if device.type == "cuda" else ("auto", "native")
+    if name not in ours:
+        return name, None  # make_ops refuses what is not for this device
+    if device.type == "cuda":
+        reason = _triton_obstacle(device)
+    else:
+        reason = _native_obstacle(device, dtype, num_ranks)
+        if reason is None and name == "auto" and compiling:
+            reason = "the layers are compiled"
     if reason is None:
-        return "native", None
-    if name == "native":
+        return best if name == "auto" else name, None
+    if name != "auto":
         raise ConfigError(
-            f"attention_backend is 'native', but {reason}; use attention_backend='torch'"
+            f"attention_backend is {name!r}, but {reason}; use attention_backend='torch'"
         )
     return "torch", reason
+
+
+def _triton_obstacle(device: torch.device) -> str | None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= LEAST_CAPABILITY:
+        return None
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return f"the GPU's compute capability is {major}.{minor} and the kernels need {least}"
 
 
 def make_ops(name: str, cfg: ModelConfig, device: torch.device | str) -> Ops:
