@@ -116,7 +116,14 @@ class ChatPage:
             thinking: bool,
             *values: Any,
         ) -> list[Any]:
-            asked = replace(_edited(state, data), system=system)
+            index, text = _edited(state, data)
+            if index is None:
+                return SKIP
+            if state.messages[index].role == "assistant":  # nothing is asked
+                edited = talks.with_text(state, index, text)
+                return await self._keep(request, state, edited)
+            asked = talks.add(talks.cut(state, index), Message(role="user", text=text))
+            asked = replace(asked, system=system)
             return await self._begin(request, asked, fields_of(thinking, values))
 
         # Three events an answer, because every output of every redraw costs a millisecond: one
@@ -130,7 +137,7 @@ class ChatPage:
             # Enter, pressed while a refusal is on its way, counts with what the page says then.
             p.box.submit(send, [p.box, *inputs], outputs, trigger_mode="always_last", **asks),
             p.bot.retry(retry, inputs, outputs, **asks),
-            p.bot.edit(edit, inputs, outputs, **asks),
+            p.bot.edit(edit, inputs, outputs, trigger_mode="multiple", **asks),
         ):
             # The end of one chain may still run when the next one's comes: both must.
             grown = began.then(self._grow, None, p.bot, trigger_mode="multiple", **asks)
@@ -190,20 +197,30 @@ class ChatPage:
         if not await self.turns.free(session):
             gr.Info("An answer is still being written; stop it first.")
             return SKIP
-        if not asked.messages or asked.messages[-1].role != "user":
-            return [asked, display(asked), gr.skip(), gr.skip(), talks.to_json(asked)]
+        if not asked.messages:  # there is nothing to ask again
+            return SKIP
         self.turns.begin(session, asked, fields)
         box: dict[str, Any] = {"submit_btn": False, "stop_btn": True}
         if text is not None:
             box["value"] = text
-        note = meter(None, "Waiting for the engine…")
+        note = meter(None, "The engine is at work…")
         return [asked, display(asked), gr.update(**box), note, talks.to_json(asked)]
+
+    async def _keep(
+        self, request: gr.Request, state: Conversation, edited: Conversation
+    ) -> list[Any]:
+        """Show ``edited``, whose answers the user has changed; nothing is asked."""
+        if not await self.turns.free(_session(request)):
+            gr.Info("An answer is still being written; stop it first.")
+            edited = state
+        return [edited, display(edited), gr.skip(), gr.skip(), talks.to_json(edited)]
 
     async def _grow(self, request: gr.Request) -> AsyncGenerator[Any, None]:
         """The answer, growing."""
         session = _session(request)
         turn = self.turns.take(session)
         if turn is None:
+            yield gr.skip()  # a generator that yields nothing would empty the conversation's view
             return
         messages = talks.wire_messages(turn.asked)
         stream = answer(self.api, self.pacer, messages, turn.fields, turn.stop)
@@ -294,7 +311,7 @@ def _layout() -> Parts:
         with gr.Column(elem_id="chat-main", min_width=300, scale=1):
             bot = gr.Chatbot(
                 elem_id="bot", label="Conversation", show_label=False, height="100%",
-                layout="bubble", buttons=["copy"], editable="user", latex_delimiters=LATEX,
+                layout="bubble", buttons=["copy"], editable="all", latex_delimiters=LATEX,
                 placeholder=EMPTY, allow_tags=False, feedback_options=None, container=False,
             )  # fmt: skip
             box = gr.Textbox(
@@ -333,17 +350,17 @@ def _asked(state: Conversation) -> Conversation:
     return talks.cut(state, length)
 
 
-def _edited(state: Conversation, data: gr.EditData) -> Conversation:
-    """``state`` with one message's new text; what followed an edited question is dropped."""
+def _edited(state: Conversation, data: gr.EditData) -> tuple[int | None, str]:
+    """Which message has which new text; None where there is nothing to do.
+
+    An answer's parts come together, each as an event of its own, changed or not.
+    """
     at = data.index if isinstance(data.index, int) else data.index[0]
-    index = message_index(state, at)
-    if index is None or not str(data.value).strip():
-        return state
-    message = replace(state.messages[index], text=str(data.value))
-    if message.role == "user":
-        return talks.add(talks.cut(state, index), message)
-    messages = (*state.messages[:index], message, *state.messages[index + 1 :])
-    return replace(state, messages=messages)
+    index, text = message_index(state, at), str(data.value)
+    if index is None or not text.strip():
+        return None, text
+    message = state.messages[index]
+    return (None if message.role == "assistant" and text == message.text else index), text
 
 
 async def _renamed(data: gr.EventData, state: Conversation) -> Conversation:

@@ -83,6 +83,13 @@ def add(conversation: Conversation, message: Message) -> Conversation:
     )
 
 
+def with_text(conversation: Conversation, index: int, text: str) -> Conversation:
+    """``conversation`` whose message ``index`` says ``text``."""
+    message = replace(conversation.messages[index], text=text)
+    messages = (*conversation.messages[:index], message, *conversation.messages[index + 1 :])
+    return replace(conversation, updated=round(time.time(), 3), messages=messages)
+
+
 def cut(conversation: Conversation, length: int) -> Conversation:
     """The first ``length`` messages."""
     return replace(conversation, messages=conversation.messages[:length])

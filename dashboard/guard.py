@@ -3,13 +3,14 @@
 Note [lost events]: the browser gets the results of its events through one stream, which the server
 closes after the last result. An event that reaches the server just after that, while the browser
 has not heard of it yet, would never be answered: the browser waits on a stream that is closed. So
-the answer to every event says whether the stream is still open on this side, and where it is not,
-``static/page.js`` holds that answer until the browser has seen the end of the old stream.
+the answer to every event says whether the stream is still open on this side, or how many there were
+so far. If it is closed, and the browser has asked for no other since, ``static/page.js`` holds that
+answer until the browser has seen the end of the old stream; then Gradio asks for a new one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from urllib.parse import parse_qs
 
 import msgspec
@@ -32,6 +33,7 @@ JOIN, DATA = "/queue/join", "/queue/data"
 # As the stream ends. In a result the same text would have its quotes escaped.
 CLOSE = b'"msg":"close_stream"'
 STREAM_HEADER = "x-event-stream"
+MAX_SESSIONS = 4096  # whose streams are counted; the others only lose this protection
 
 
 class _Join(msgspec.Struct):
@@ -45,6 +47,7 @@ class PageGuard:
         self._app = app
         self._path = path
         self._streams: Counter[str] = Counter()  # open ones by session
+        self._asked: OrderedDict[str, int] = OrderedDict()  # all of them so far, by session
         self._decoder = msgspec.json.Decoder(_Join)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,6 +69,9 @@ class PageGuard:
         """A session's results, counted until the last of them."""
         session = parse_qs(scope["query_string"].decode("latin-1")).get("session_hash", [""])[0]
         self._streams[session] += 1
+        self._asked[session] = self._asked.pop(session, 0) + 1
+        if len(self._asked) > MAX_SESSIONS:
+            self._asked.popitem(last=False)
         is_open = True
 
         def close() -> None:
@@ -97,7 +103,9 @@ class PageGuard:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                state = "open" if self._session(body) in self._streams else "closed"
+                session = self._session(body)
+                closed = f"closed {self._asked.get(session, 0)}"
+                state = "open" if session in self._streams else closed
                 MutableHeaders(scope=message)[STREAM_HEADER] = state
             await send(message)
 

@@ -172,6 +172,12 @@
         node.title = label;
       }
     }
+    for (const row of root.querySelectorAll(".bot-row:has(textarea.edit-textarea)")) {
+      // Gradio lets all parts of an answer be edited; reasoning and statistics are none of that.
+      const parts = [...row.querySelectorAll("textarea.edit-textarea")];
+      const said = parts.filter((node) => !/^Prompt: \d+ tokens, /.test(node.value));
+      for (const node of parts) node.hidden = node !== said.at(-1);
+    }
     for (const button of root.querySelectorAll(".thought-group .title button")) {
       button.tabIndex = -1; // the title around it is the control
       button.setAttribute("aria-label", "Show or hide");
@@ -189,37 +195,45 @@
   // --- events (see Note [lost events] in guard.py) -----------------------------------------------
 
   const plain = window.fetch.bind(window);
-  let taken = Promise.resolve(); // until Gradio has taken everything from the last stream of results
-  const followed = (answer, signal) => {
-    const reader = answer.body.getReader();
+  let asked = 0; // streams of results so far
+  let taken = Promise.resolve(); // until Gradio is done with the last of them
+
+  async function results(call, signal) {
+    asked += 1;
     let end;
     taken = new Promise((resolve) => { end = resolve; });
-    if (signal) signal.addEventListener("abort", end); // how Gradio leaves a stream that has ended
+    signal.addEventListener("abort", end); // how Gradio leaves a stream that has ended
+    let answer;
+    try { answer = await plain(...call); } catch (error) { end(); throw error; }
+    if (!answer.ok || !answer.body) { end(); return answer; }
+    const reader = answer.body.getReader();
     const body = new ReadableStream({
-      async pull(controller) { // asked for when the piece before has been dealt with
+      async pull(controller) {
         try {
           const { done, value } = await reader.read();
           if (!done) { controller.enqueue(value); return; }
           controller.close();
         } catch (error) {
-          controller.error(error);
+          if (signal.aborted) controller.close();
+          else controller.error(error);
         }
-        end();
+        setTimeout(end, 50); // Gradio may still have the last piece to read
       },
       cancel(reason) { end(); return reader.cancel(reason); },
     }, { highWaterMark: 0 });
     const { status, statusText, headers } = answer;
     return new Response(body, { status, statusText, headers });
-  };
+  }
+
   window.fetch = async (...call) => {
     const request = call[0] instanceof Request ? call[0] : null;
     const url = String(request ? request.url : call[0]);
+    if (request && url.includes("/queue/data?")) return results(call, request.signal);
     const answer = await plain(...call);
-    if (url.includes("/queue/data?") && answer.ok && answer.body) {
-      return followed(answer, request && request.signal);
-    }
-    if (url.includes("/queue/join") && answer.headers.get("x-event-stream") === "closed") {
-      await taken;
+    if (url.includes("/queue/join")) {
+      const closed = /^closed (\d+)$/.exec(answer.headers.get("x-event-stream") || "");
+      // A stream that this page has asked for since then will bring the event's results.
+      if (closed && Number(closed[1]) === asked) await taken;
     }
     return answer;
   };

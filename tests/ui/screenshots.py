@@ -137,6 +137,7 @@ def chat(page: Any, picture: Callable[[str], None]) -> None:
     page.locator("#msg textarea").fill(QUESTION)
     page.keyboard.press("Enter")
     expect(page.locator("#bot .thought-group", has_text="tokens/s")).to_be_visible(timeout=300_000)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
     picture("chat")
 
 

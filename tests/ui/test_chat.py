@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,33 @@ def test_retry_edit_and_undo(open_page: Callable[..., Any], site: Site) -> None:
     expect(page.locator("#msg textarea")).to_have_value("better question")
 
 
+def test_an_answer_can_be_edited(open_page: Callable[..., Any], site: Site, watch: Watch) -> None:
+    page = open_page()
+    ask(page, "please think")
+    finished(page)
+    page.get_by_role("button", name="Edit", exact=True).last.click()
+    field = page.locator("#bot textarea:visible")
+    expect(field).to_have_count(1)  # neither the reasoning nor the statistics
+    expect(field).to_have_value(re.compile("^word0"))
+    field.fill("A better answer.")
+    page.get_by_role("button", name="Submit", exact=True).click()
+    expect(page.locator("#bot")).to_contain_text("A better answer.")
+    expect(page.locator("#bot")).not_to_contain_text("word0")
+    expect(page.locator("#bot .thought-group").last).to_contain_text("12 tokens")
+    page.wait_for_function(
+        "Object.values(localStorage).some((text) => text.includes('A better answer.'))"
+    )
+    assert len(site.engine.bodies) == 1  # nothing is asked
+    page.reload()
+    ready(page)
+    watch.forgive(*LEAVING)
+    expect(page.locator("#bot")).to_contain_text("A better answer.")
+    ask(page, "go on")
+    until(lambda: len(site.engine.bodies) == 2, 5)
+    said = [m["content"] for m in site.engine.bodies[-1]["messages"]]
+    assert said == ["please think", "A better answer.", "go on"]
+
+
 def test_settings_reach_the_engine(open_page: Callable[..., Any], site: Site) -> None:
     page = open_page()
     page.get_by_label("System prompt").fill("Be brief.")
@@ -155,6 +183,9 @@ def test_a_wrong_setting_is_named(open_page: Callable[..., Any], site: Site) -> 
     page.locator("#msg textarea").fill("again")
     for _ in range(3):  # refused as often as it is sent
         page.locator("#msg textarea").press("Enter")
+    expect(page.get_by_text("Seed is 'minus two'").first).to_be_visible()
+    page.wait_for_timeout(500)  # everything that a refusal brings
+    expect(page.locator("#bot [data-testid=user]")).to_have_count(1)  # still there
     page.locator("#chat-seed input").fill("7")
     page.locator("#msg textarea").press("Enter")
     until(lambda: len(site.engine.bodies) == 2, 10)
