@@ -14,17 +14,31 @@ struct Pages {
     int32_t block_size;
     int32_t half;      // bfloat16, else float32
     ptrdiff_t stride;  // bytes from one position to the next
-    ptrdiff_t head;    // bytes from a position's first head to the one wanted
 
     // Where positions first .. end are, in bytes from `keys` or `values`.
     void find(int first, int end, ptrdiff_t *at) const {
         while (first < end) {
             int page = first / block_size, inside = first - page * block_size;
             int count = std::min(end - first, block_size - inside);
-            ptrdiff_t from = ((ptrdiff_t)table[page] * block_size + inside) * stride + head;
+            ptrdiff_t from = ((ptrdiff_t)table[page] * block_size + inside) * stride;
             for (int i = 0; i < count; i++, from += stride) *at++ = from;
             first += count;
         }
+    }
+};
+
+// Keys and values that come next, as far as they lie together: to be fetched meanwhile.
+struct Ahead {
+    const char *keys, *values;
+    int bytes = 0;
+
+    Ahead(const Pages &pages, int position, int count, int end)
+        : keys(pages.keys), values(pages.values) {
+        if (position >= end) return;
+        int page = position / pages.block_size, inside = position - page * pages.block_size;
+        ptrdiff_t at = ((ptrdiff_t)pages.table[page] * pages.block_size + inside) * pages.stride;
+        keys += at, values += at;
+        bytes = std::min({count, end - position, pages.block_size - inside}) * (int)pages.stride;
     }
 };
 
@@ -62,29 +76,17 @@ struct AttentionScratch {
     }
 };
 
-// Fetch what `find` found, while something else is computed.
-static void fetch(const Pages &pages, const ptrdiff_t *at, int count, int head_dim) {
-    constexpr int LINE = 64;
-    int bytes = head_dim * (pages.half ? 2 : 4);
-    for (int j = 0; j < count; j++) {
-        for (int b = 0; b < bytes; b += LINE) {
-            __builtin_prefetch(pages.keys + at[j] + b, 0, 2);
-            __builtin_prefetch(pages.values + at[j] + b, 0, 2);
-        }
-    }
-}
-
 static inline int first_seen(int position, int window) {
     return window > 0 ? std::max(0, position - window + 1) : 0;
 }
 
 // COLUMNS keys of one head, transposed to float32 [head_dim, COLUMNS]. Beyond `count` the last one
 // is repeated: pages that are not the sequence's own stay unread.
-static void lay_out_keys(const Pages &pages, const ptrdiff_t *at, int count, int head_dim,
+static void lay_out_keys(const char *keys, const ptrdiff_t *at, int count, int head_dim, bool half,
                          float *out) {
     const char *rows[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) rows[c] = pages.keys + at[std::min(c, count - 1)];
-    int per_word = pages.half ? 2 : 1, words = head_dim / per_word, done = 0;
+    for (int c = 0; c < COLUMNS; c++) rows[c] = keys + at[std::min(c, count - 1)];
+    int per_word = half ? 2 : 1, words = head_dim / per_word, done = 0;
     for (; done + LANES <= words; done += LANES) {
         for (int side = 0; side < 2; side++) {
             Words square[LANES];
@@ -94,7 +96,7 @@ static void lay_out_keys(const Pages &pages, const ptrdiff_t *at, int count, int
             transpose(square);
             for (int i = 0; i < LANES; i++) {
                 float *to = out + (ptrdiff_t)(done + i) * per_word * COLUMNS + side * LANES;
-                if (pages.half) {
+                if (half) {
                     store(to, low(square[i]));
                     store(to + COLUMNS, high(square[i]));
                 } else {
@@ -105,21 +107,21 @@ static void lay_out_keys(const Pages &pages, const ptrdiff_t *at, int count, int
     }
     for (int d = done * per_word; d < head_dim; d++) {
         for (int c = 0; c < COLUMNS; c++) {
-            out[d * COLUMNS + c] = pages.half ? widen(load<uint16_t>(rows[c] + d * sizeof(uint16_t)))
+            out[d * COLUMNS + c] = half ? widen(load<uint16_t>(rows[c] + d * sizeof(uint16_t)))
                                               : load<float>(rows[c] + d * sizeof(float));
         }
     }
 }
 
 // `count` values of one head, one after the other, padded with zeros.
-static void lay_out_values(const Pages &pages, const ptrdiff_t *at, int count, int head_dim,
-                           int padded, char *out) {
-    int size = pages.half ? 2 : 4, used = head_dim * size, whole = used / sizeof(Vec) * sizeof(Vec);
-    for (int j = 0; j < count; j++, out += padded * size) {
-        const char *from = pages.values + at[j];
+static void lay_out_values(const char *values, const ptrdiff_t *at, int count, int used, int padded,
+                           char *out) {
+    int whole = used / sizeof(Vec) * sizeof(Vec);
+    for (int j = 0; j < count; j++, out += padded) {
+        const char *from = values + at[j];
         for (int b = 0; b < whole; b += sizeof(Vec)) store(out + b, load<Vec>(from + b));
-        memcpy(out + whole, from + whole, used - whole);
-        memset(out + used, 0, padded * size - used);
+        if (whole < used) memcpy(out + whole, from + whole, used - whole);
+        if (used < padded) memset(out + used, 0, padded - used);
     }
 }
 
@@ -158,62 +160,88 @@ static inline float weigh(float *scores, int size, int from, int to, float &maxi
     return factor[0];
 }
 
-// Queries at positions first .. first + count of one sequence, the `group` heads of one KV head.
+// What attends together: queries at neighbouring positions of one sequence, some of its KV heads.
+struct Queries {
+    int32_t seq, token, count, position;  // the first one's token and position
+    int32_t head, num_heads;              // KV heads
+};
+
+struct AttentionShape {
+    int32_t group, head_dim, window;  // query heads of a KV head; 0: every position is visible
+};
+
+// One block of keys for the rows of one KV head, which begin at `row` of the scratch.
+static void attend_block(const Pages &pages, const AttentionShape &shape, int head, int block,
+                         int keys, int unseen, const ptrdiff_t *at, const Ahead &ahead,
+                         const Queries &part, const AttentionScratch &s, int row) {
+    int dim = shape.head_dim, size = pages.half ? 2 : 4, rows = part.count * shape.group;
+    int padded = (dim + COLUMNS - 1) / COLUMNS * COLUMNS, groups = (keys + COLUMNS - 1) / COLUMNS;
+    ptrdiff_t offset = (ptrdiff_t)head * dim * size;
+    for (int first = 0; first < keys; first += COLUMNS) {
+        lay_out_keys(pages.keys + offset, at + first, keys - first, dim, pages.half,
+                     s.keys + first * dim);
+    }
+    float *scores = s.scores + row * KEYS;
+    TileArgs score{s.q + row * dim, dim, (const char *)s.keys, COLUMNS * sizeof(float), dim,
+                   scores, KEYS, groups, (ptrdiff_t)sizeof(float) * COLUMNS * dim};
+    score.ahead = ahead.keys, score.pace = ahead.bytes / dim;
+    in_tiles<false>(score, rows);
+    for (int r = 0; r < rows; r++) {
+        int position = part.position + r / shape.group;
+        int from = first_seen(position, shape.window) - block, to = position + 1 - block;
+        s.factors[r] = weigh(scores + r * KEYS, groups * COLUMNS, from, to, s.maxima[row + r],
+                             s.totals + (row + r) * LANES);
+    }
+    lay_out_values(pages.values + offset, at + unseen, keys - unseen, dim * size, padded * size,
+                   s.values);
+    TileArgs value{scores + unseen, KEYS, s.values, (ptrdiff_t)padded * size, keys - unseen,
+                   s.part, padded, padded / COLUMNS, COLUMNS * size};
+    value.ahead = ahead.values, value.pace = ahead.bytes / value.depth;
+    pages.half ? in_tiles<true>(value, rows) : in_tiles<false>(value, rows);
+    for (int r = 0; r < rows; r++) {
+        float *out = s.out + (row + r) * padded, *sums = s.part + r * padded;
+        for (int d = 0; d < padded; d += LANES) {
+            store(out + d, load<Vec>(out + d) * s.factors[r] + load<Vec>(sums + d));
+        }
+    }
+}
+
 // q and out point at the first query's first head; strides are from token to token.
-static void attend(const Pages &pages, const float *q, ptrdiff_t q_stride, float *out,
-                   ptrdiff_t out_stride, int first, int count, int group, int head_dim, int window,
+static void attend(const Pages &pages, const AttentionShape &shape, const Queries &part,
+                   const float *q, ptrdiff_t q_stride, float *out, ptrdiff_t out_stride,
                    const AttentionScratch &s) {
-    int rows = count * group, padded = (head_dim + COLUMNS - 1) / COLUMNS * COLUMNS;
-    for (int r = 0; r < rows; r++) {
-        memcpy(s.q + r * head_dim, q + r / group * q_stride + r % group * head_dim,
-               head_dim * sizeof(float));
-        s.maxima[r] = -INFINITY;
-        store(s.totals + r * LANES, Vec{});
+    int dim = shape.head_dim, padded = (dim + COLUMNS - 1) / COLUMNS * COLUMNS;
+    int rows = part.count * shape.group, all = rows * part.num_heads;
+    auto place = [&](int row, ptrdiff_t stride) {  // of a row of scratch, among a token's heads
+        int head = (part.head + row / rows) * shape.group + row % shape.group;
+        return row % rows / shape.group * stride + head * dim;
+    };
+    for (int row = 0; row < all; row++) {
+        memcpy(s.q + row * dim, q + place(row, q_stride), dim * sizeof(float));
+        s.maxima[row] = -INFINITY;
+        store(s.totals + row * LANES, Vec{});
     }
-    memset(s.out, 0, (size_t)rows * padded * sizeof(float));
-    int begin = first_seen(first, window), end = first + count;
-    int size = pages.half ? 2 : 4;
-    ptrdiff_t at[KEYS], next[KEYS];
-    pages.find(begin / KEYS * KEYS, std::min(begin / KEYS * KEYS + KEYS, end), next);
+    memset(s.out, 0, (size_t)all * padded * sizeof(float));
+    int begin = first_seen(part.position, shape.window), end = part.position + part.count;
     for (int block = begin / KEYS * KEYS; block < end; block += KEYS) {
-        int keys = std::min(end - block, KEYS), groups = (keys + COLUMNS - 1) / COLUMNS;
-        int following = std::min(end - block - keys, KEYS);
-        memcpy(at, next, sizeof at);
-        pages.find(block + KEYS, block + KEYS + following, next);
-        fetch(pages, next, following, head_dim);
-        for (int g = 0; g < groups; g++) {
-            lay_out_keys(pages, at + g * COLUMNS, keys - g * COLUMNS, head_dim,
-                         s.keys + g * COLUMNS * head_dim);
-        }
-        in_tiles<false>({s.q, head_dim, (const char *)s.keys, COLUMNS * sizeof(float), head_dim,
-                         s.scores, KEYS, groups, (ptrdiff_t)sizeof(float) * COLUMNS * head_dim},
-                        rows);
-        for (int r = 0; r < rows; r++) {
-            int position = first + r / group;
-            int from = window > 0 ? position - window + 1 - block : 0;
-            s.factors[r] = weigh(s.scores + r * KEYS, groups * COLUMNS, from, position + 1 - block,
-                                 s.maxima[r], s.totals + r * LANES);
-        }
-        int unseen = std::max(begin - block, 0);  // outside of every query's window
-        lay_out_values(pages, at + unseen, keys - unseen, head_dim, padded, s.values);
-        TileArgs args{s.scores + unseen, KEYS, s.values, (ptrdiff_t)padded * size, keys - unseen,
-                      s.part, padded, padded / COLUMNS, COLUMNS * size};
-        pages.half ? in_tiles<true>(args, rows) : in_tiles<false>(args, rows);
-        for (int r = 0; r < rows; r++) {
-            float *out = s.out + (ptrdiff_t)r * padded, *part = s.part + (ptrdiff_t)r * padded;
-            for (int d = 0; d < padded; d += LANES) {
-                store(out + d, load<Vec>(out + d) * s.factors[r] + load<Vec>(part + d));
-            }
+        int keys = std::min(end - block, KEYS), unseen = std::max(begin - block, 0);
+        ptrdiff_t at[KEYS];
+        pages.find(block, block + keys, at);
+        int share = (KEYS + part.num_heads - 1) / part.num_heads;  // all heads of a position
+        for (int h = 0; h < part.num_heads; h++) {
+            Ahead ahead(pages, block + KEYS + h * share, share, end);
+            attend_block(pages, shape, part.head + h, block, keys, unseen, at, ahead, part, s,
+                         h * rows);
         }
     }
-    for (int r = 0; r < rows; r++) {
-        float scale = 1.0f / sum(load<Vec>(s.totals + r * LANES));
-        const float *from = s.out + (ptrdiff_t)r * padded;
-        float *to = out + r / group * out_stride + r % group * head_dim;
-        for (int d = 0; d < head_dim; d++) {
+    for (int row = 0; row < all; row++) {
+        float scale = 1.0f / sum(load<Vec>(s.totals + row * LANES));
+        const float *from = s.out + row * padded;
+        float *to = out + place(row, out_stride);
+        for (int d = 0; d < dim; d++) {
             // A tile of bfloat16 leaves even columns in its first vector, odd ones in its second.
-            int place = pages.half ? d / COLUMNS * COLUMNS + d % COLUMNS / 2 + d % 2 * LANES : d;
-            to[d] = from[place] * scale;
+            int column = pages.half ? d / COLUMNS * COLUMNS + d % COLUMNS / 2 + d % 2 * LANES : d;
+            to[d] = from[column] * scale;
         }
     }
 }

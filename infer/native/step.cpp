@@ -50,10 +50,6 @@ static Memory allocate(size_t count) {
     return Memory((float *)memory);
 }
 
-struct Queries {  // of one sequence, that attend together
-    int32_t seq, token, count, position;
-};
-
 class Engine {
    public:
     Engine(const Model &model, int threads)
@@ -127,14 +123,21 @@ class Engine {
         }
     }
 
+    // Heads of a position lie side by side, so one thread takes them all where there is work
+    // enough: every thread would fetch the others' share too.
     void find_queries(const Step &s) {
         queries_.clear();
-        int most = std::max(1, MAX_TILE_ROWS / (m_.num_heads / m_.num_kv_heads));
+        int kv_heads = m_.num_kv_heads, most = std::max(1, MAX_TILE_ROWS / (m_.num_heads / kv_heads));
+        bool plenty = s.num_seqs >= 4 * pool_.size() && m_.num_heads <= MAX_TILE_ROWS;
         for (int seq = 0; seq < s.num_seqs; seq++) {
             int begin = s.cu_seqlens_q[seq], count = s.cu_seqlens_q[seq + 1] - begin;
             int position = s.context_lens[seq] - count;
+            int heads = plenty && count == 1 ? kv_heads : 1;
             for (int i = 0; i < count; i += most) {
-                queries_.push_back({seq, begin + i, std::min(most, count - i), position + i});
+                for (int head = 0; head < kv_heads; head += heads) {
+                    queries_.push_back(
+                        {seq, begin + i, std::min(most, count - i), position + i, head, heads});
+                }
             }
         }
         int covered = s.num_seqs ? s.cu_seqlens_q[s.num_seqs] : 0;
@@ -226,30 +229,15 @@ class Engine {
     }
 
     void attention(const Step &s, const char *k_cache, const char *v_cache) {
-        int kv_heads = m_.num_kv_heads, group = m_.num_heads / kv_heads, dim = m_.head_dim;
-        int size = s.half ? 2 : 4, tasks = (int)queries_.size() * kv_heads;
-        auto pages = [&](int task) {
-            int row = s.seq_rows[queries_[task / kv_heads].seq];
-            return Pages{k_cache,
-                         v_cache,
-                         s.block_tables + (ptrdiff_t)row * s.table_width,
-                         s.block_size,
-                         s.half,
-                         (ptrdiff_t)kv_heads * dim * size,
-                         (ptrdiff_t)(task % kv_heads) * dim * size};
-        };
-        // Heads of a position lie side by side: one thread takes them all where there is work
-        // enough, or every thread would fetch the others' share too.
-        int each = (int)queries_.size() >= 4 * pool_.size() ? kv_heads : 1;
-        pool_.run(tasks / each, [&](int number, int thread) {
-            for (int task = number * each; task < (number + 1) * each; task++) {
-                const Queries &part = queries_[task / kv_heads];
-                int first = task % kv_heads * group * dim;
-                attend(pages(task), qkv_ + (ptrdiff_t)part.token * qkv_size() + first, qkv_size(),
-                       heads_ + (ptrdiff_t)part.token * q_size() + first, q_size(), part.position,
-                       part.count, group, dim, m_.window,
-                       AttentionScratch(pointers_[thread], dim));
-            }
+        AttentionShape shape{m_.num_heads / m_.num_kv_heads, m_.head_dim, m_.window};
+        ptrdiff_t stride = (ptrdiff_t)m_.num_kv_heads * m_.head_dim * (s.half ? 2 : 4);
+        pool_.run((int)queries_.size(), [&](int task, int thread) {
+            const Queries &part = queries_[task];
+            const int32_t *table = s.block_tables + (ptrdiff_t)s.seq_rows[part.seq] * s.table_width;
+            attend({k_cache, v_cache, table, s.block_size, s.half, stride}, shape, part,
+                   qkv_ + (ptrdiff_t)part.token * qkv_size(), qkv_size(),
+                   heads_ + (ptrdiff_t)part.token * q_size(), q_size(),
+                   AttentionScratch(pointers_[thread], m_.head_dim));
         });
     }
 
