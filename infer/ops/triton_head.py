@@ -61,6 +61,7 @@ def _head_kernel(
     """Logits of normed rows and best of a tile. Row tiles of one weight tile run side by side."""
     release_successor(PDL)
     tile = tl.program_id(1)
+    num_tiles = tl.num_programs(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -93,8 +94,8 @@ def _head_kernel(
     score = tl.where(mask_n[None, :] & (score == score), score, float("-inf"))
     best, where = tl.max(score, axis=1, return_indices=True)
     bad = tl.sum((mask_n[None, :] & (acc != acc)).to(tl.int32), axis=1) > 0
-    tl.store(best_ptr + tile * num_rows + m, tl.where(bad, float("nan"), best), mask=mask_m)
-    tl.store(id_ptr + tile * num_rows + m, tile * BLOCK_N + where + first_id, mask=mask_m)
+    tl.store(best_ptr + m * num_tiles + tile, tl.where(bad, float("nan"), best), mask=mask_m)
+    tl.store(id_ptr + m * num_tiles + tile, tile * BLOCK_N + where + first_id, mask=mask_m)
 
 
 @triton.jit
@@ -105,6 +106,7 @@ def _score_kernel(
 ):  # fmt: skip
     """Best of a tile of one row of logits that are there already."""
     tile = tl.program_id(0)
+    num_tiles = tl.num_programs(0)
     row = tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < SIZE_N
@@ -120,13 +122,13 @@ def _score_kernel(
     score = tl.where(mask & (score == score), score, float("-inf"))
     best, where = tl.max(score, axis=0, return_indices=True)
     bad = tl.sum((mask & (logit != logit)).to(tl.int32), axis=0) > 0
-    tl.store(best_ptr + tile * num_rows + row, tl.where(bad, float("nan"), best))
-    tl.store(id_ptr + tile * num_rows + row, tile * BLOCK_N + where + first_id)
+    tl.store(best_ptr + row * num_tiles + tile, tl.where(bad, float("nan"), best))
+    tl.store(id_ptr + row * num_tiles + tile, tile * BLOCK_N + where + first_id)
 
 
 @triton.jit
 def _best_tile_kernel(
-    best_ptr, id_ptr, token_ptr, score_ptr, nan_ptr, num_rows, num_tiles, BLOCK: tl.constexpr,
+    best_ptr, id_ptr, token_ptr, score_ptr, nan_ptr, num_tiles, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The best tile of one row."""
@@ -139,7 +141,7 @@ def _best_tile_kernel(
     bad = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_tiles, BLOCK):
         mask = start + tiles < num_tiles
-        where = (start + tiles) * num_rows + row
+        where = row * num_tiles + start + tiles
         score = tl.load(best_ptr + where, mask=mask, other=float("-inf"))
         ids = tl.load(id_ptr + where, mask=mask, other=0x7FFFFFFF)
         bad += (score != score).to(tl.int32)
@@ -179,8 +181,8 @@ def sample_head(
     config = config or head_config(rows, x.dtype.itemsize * 8)
     block_n = SCORE_TILE if separate else config.block_n
     tiles = cdiv(size_n, block_n)
-    best = torch.empty((tiles, rows), dtype=torch.float32, device=x.device)
-    ids = torch.empty((tiles, rows), dtype=torch.int32, device=x.device)
+    best = torch.empty((rows, tiles), dtype=torch.float32, device=x.device)
+    ids = torch.empty((rows, tiles), dtype=torch.int32, device=x.device)
     rest = (
         best, ids, sample_rows, positions, params.temperature, params.seed, params.choice, rows,
         vocab_offset,
@@ -204,7 +206,7 @@ def sample_head(
         nan=torch.empty(rows, dtype=torch.bool, device=x.device),
     )
     _best_tile_kernel[(rows,)](
-        best, ids, sampled.tokens, sampled.scores, sampled.nan, rows, tiles,
+        best, ids, sampled.tokens, sampled.scores, sampled.nan, tiles,
         BLOCK=min(1024, next_power_of_2(tiles)), PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return sampled

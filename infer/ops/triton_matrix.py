@@ -135,10 +135,9 @@ def matrix_linear(
 
 @triton.jit
 def _sum_norm_kernel(
-    x_ptr, parts, bias_ptr, residual_ptr, residual_stride, weight_ptr, out_ptr, sum_ptr, num_rows,
-    eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, bias_ptr, residual_ptr, residual_stride, weight_ptr, out_ptr, sum_ptr, num_rows, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: add its parts in order, bias and residual; store the sum and its RMSNorm."""
     release_successor(PDL)
@@ -147,15 +146,23 @@ def _sum_norm_kernel(
     mask = cols < HIDDEN
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     await_predecessor(PDL)
-    x = tl.zeros([BLOCK], tl.float32)
-    for part in range(parts):
+    # All loads first: the sum waits for one round trip.
+    parts = ()
+    for part in tl.static_range(PARTS):
         where = x_ptr + (part * num_rows + row) * HIDDEN + cols
-        x += tl.load(where, mask=mask, other=0.0).to(tl.float32)
+        parts += (tl.load(where, mask=mask, other=0.0),)
     if BIAS:
-        x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         where = residual_ptr + row * residual_stride + cols
-        x += tl.load(where, mask=mask, other=0.0).to(tl.float32)
+        residual = tl.load(where, mask=mask, other=0.0).to(tl.float32)
+    x = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        x += parts[part].to(tl.float32)
+    if BIAS:
+        x += bias
+    if RESIDUAL:
+        x += residual
     rounded = x.to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * HIDDEN + cols, rounded, mask=mask)
     x = rounded.to(tl.float32)
@@ -182,9 +189,10 @@ def sum_norm(
     rows, hidden = out.shape
     block = next_power_of_2(hidden)
     _sum_norm_kernel[(rows,)](
-        x, x.shape[0] if x.dim() == 3 else 1, weight if bias is None else bias,
+        x, weight if bias is None else bias,
         total if residual is None else residual, 0 if residual is None else residual.stride(0),
         weight, out, total, rows, eps,
-        HIDDEN=hidden, BLOCK=block, BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl,
+        HIDDEN=hidden, BLOCK=block, PARTS=x.shape[0] if x.dim() == 3 else 1,
+        BIAS=bias is not None, RESIDUAL=residual is not None, PDL=pdl,
         num_warps=max(1, min(8, block // 256)), **launch_options(pdl),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from infer.ops.triton_step import (
     attend,
     is_few,
     project,
+    suits_few,
     swiglu,
 )
 from infer.ops.triton_vector import vector_linear
@@ -62,7 +63,7 @@ def _few_layer(
 ) -> Tensor:
     """One layer in five kernels and two sums; returns the new residual stream."""
     eps, pdl, hidden = step.shape.eps, step.pdl, b.hidden
-    linear = vector_linear if hidden.shape[0] == 1 else rows_linear
+    linear = rows_linear if suits_few(b) else vector_linear
     linear(hidden, w.qkv, b.qkv, bias=w.qkv_bias, norm=w.input_norm, eps=eps, pdl=pdl)
     attend(w, k_cache, v_cache, b, step)
     share = torch.empty_like(hidden)

@@ -16,18 +16,18 @@ from infer.ops import LayerShape
 from infer.ops.sample import Sampled, SamplingRows
 from infer.ops.triton_common import dependent_launch
 from infer.ops.triton_decode import FusedInput, decode_attention
+from infer.ops.triton_fused import fused_attention, suits_fused
 from infer.ops.triton_head import sample_head
 from infer.ops.triton_matrix import matrix_config, matrix_linear, sum_norm
 from infer.ops.triton_norm import silu_mul
 from infer.ops.triton_plan import DecodePlan
-from infer.ops.triton_rows import rows_linear
+from infer.ops.triton_rows import rows_linear, suits_rows
+from infer.ops.triton_tiles import suits_tiles, tiles_config, tiles_linear
 from infer.ops.triton_vector import vector_linear
 from infer.weights import LayerWeights, Weights
 
-FEW_ROWS = 8  # up to so many rows a layer is five kernels
-FEW_COLUMNS = 3072  # up to so many columns: registers hold x and a program's weights
-SWIGLU_ROWS = 64  # above, cuBLAS makes gate and up
-MATRIX_ROWS = 128  # above, cuBLAS makes all projections
+SWIGLU_ROWS = 64  # above, cuBLAS makes gate and up where the tiles of Hopper do not
+MATRIX_ROWS = 128  # above, cuBLAS makes all projections that they do not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def few_layer(
 ) -> None:
     """One layer in five kernels; updates ``b.hidden``."""
     eps, pdl = step.shape.eps, step.pdl
-    linear = vector_linear if b.hidden.shape[0] == 1 else rows_linear
+    linear = rows_linear if suits_few(b) else vector_linear
     linear(b.hidden, w.qkv, b.qkv, bias=w.qkv_bias, norm=w.input_norm, eps=eps, pdl=pdl)
     attend(w, k_cache, v_cache, b, step)
     linear(b.attended, w.o, b.hidden, bias=w.o_bias, residual=b.hidden, pdl=pdl)
@@ -165,7 +165,8 @@ def attend(
 ) -> None:
     """From ``b.qkv`` to ``b.attended``, and the new position's K and V."""
     shape = step.shape
-    decode_attention(
+    attention = fused_attention if suits_fused(k_cache, shape.num_heads) else decode_attention
+    attention(
         b.attended, b.qkv, k_cache, v_cache, step.block_tables, step.plan,
         num_heads=shape.num_heads, scale=shape.scale, sliding_window=shape.sliding_window,
         fused=FusedInput(
@@ -178,16 +179,21 @@ def attend(
 
 def is_few(b: DecodeBuffers) -> bool:
     """Whether projections can hold all of x, so that norm and sum need no kernel of their own."""
-    if b.hidden.shape[0] == 1:
-        return True
-    widest = max(x.shape[1] for x in (b.hidden, b.attended, b.activated))
-    return b.hidden.shape[0] <= FEW_ROWS and widest <= FEW_COLUMNS
+    return b.hidden.shape[0] == 1 or suits_few(b)
+
+
+def suits_few(b: DecodeBuffers) -> bool:
+    """Whether ``rows_linear`` makes all projections."""
+    return suits_rows(b.hidden, b.attended.shape[1], b.activated.shape[1])
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bool) -> None:
     """Write ``out = x @ weight.T + bias``."""
     rows, size_k = x.shape
-    if rows <= MATRIX_ROWS:
+    if suits_tiles(x, weight):
+        tiles = tiles_config(rows, size_k, swiglu=False, parts=False)
+        tiles_linear(x, weight, out, bias=bias, config=tiles, pdl=pdl)
+    elif rows <= MATRIX_ROWS:
         config = matrix_config(rows, weight.shape[0], size_k, x.dtype.itemsize * 8)
         matrix_linear(x, weight, out, bias=bias, config=config, pdl=pdl)
     elif bias is None:
@@ -199,21 +205,27 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bo
 def swiglu(x: Tensor, w: LayerWeights, out: Tensor, pdl: bool) -> None:
     """Write SwiGLU of the gate and up projections of ``x``."""
     rows, size_k = x.shape
-    if rows > SWIGLU_ROWS:
+    if suits_tiles(x, w.gate_up):
+        tiles = tiles_config(rows, size_k, swiglu=True, parts=False)
+        tiles_linear(x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, config=tiles, pdl=pdl)
+    elif rows <= SWIGLU_ROWS:
+        config = matrix_config(rows, out.shape[1], size_k, x.dtype.itemsize * 8, swiglu=True)
+        matrix_linear(x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, config=config, pdl=pdl)
+    else:
         silu_mul(F.linear(x, w.gate_up, w.gate_up_bias), out=out)
-        return
-    config = matrix_config(rows, out.shape[1], size_k, x.dtype.itemsize * 8, swiglu=True)
-    matrix_linear(x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, config=config, pdl=pdl)
 
 
 def _parts(x: Tensor, weight: Tensor, pdl: bool) -> Tensor:
     """``x @ weight.T`` without bias, whole or in parts, for ``sum_norm``."""
-    rows, size_k = x.shape
-    if rows > MATRIX_ROWS:
+    (rows, size_k), size_n = x.shape, weight.shape[0]
+    if suits_tiles(x, weight):
+        tiles = tiles_config(rows, size_k, swiglu=False, parts=True)
+        parts = x.new_empty((tiles.split, rows, size_n), dtype=torch.float32)
+        tiles_linear(x, weight, parts, config=tiles, pdl=pdl)
+    elif rows <= MATRIX_ROWS:
+        config = matrix_config(rows, size_n, size_k, x.dtype.itemsize * 8, parts=True)
+        parts = x.new_empty((config.split, rows, size_n), dtype=torch.float32)
+        matrix_linear(x, weight, parts, config=config, pdl=pdl)
+    else:
         return F.linear(x, weight)
-    size_n = weight.shape[0]
-    config = matrix_config(rows, size_n, size_k, x.dtype.itemsize * 8, parts=True)
-    shape = (config.split, rows, size_n)
-    parts = torch.empty(shape, dtype=torch.float32, device=x.device)
-    matrix_linear(x, weight, parts, config=config, pdl=pdl)
     return parts

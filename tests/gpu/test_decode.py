@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infer.ops import triton_decode, triton_plan
+from infer.ops import triton_decode, triton_fused, triton_plan
 from tests.gpu import reference
 
 EPS = 1e-6
@@ -17,7 +17,7 @@ ON_GPU = torch.cuda.is_available()
 
 def _run(
     device, lens, group, kv_heads, head_dim, block_size, dtype, *, fused, norm=True, window=None,
-    seed=0, repeat=1, config=None, strided=False,
+    seed=0, repeat=1, config=None, strided=False, attention=triton_decode.decode_attention,
 ):  # fmt: skip
     """Return (outputs, reference, pages, new keys and values) of one random case."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ def _run(
     outs = []
     for _ in range(repeat):
         out = torch.full((num_seqs, heads * head_dim), float("nan"), dtype=dtype, device=device)
-        triton_decode.decode_attention(
+        attention(
             out, raw, pages.k, pages.v, pages.block_tables, plan, num_heads=heads,
             scale=head_dim**-0.5, sliding_window=window,
             fused=triton_decode.FusedInput(
@@ -110,16 +110,54 @@ def test_a_sequence_alone_takes_many_chunks(device):
         assert reference.relative_error(outs[0].view_as(expected), expected) < 1e-2
 
 
+def _need_fused(device, head_dim=128):
+    """Skip where only Triton's kernel runs."""
+    cache = torch.empty(1, 16, 1, head_dim, dtype=torch.bfloat16, device=device)
+    if not triton_fused.suits_fused(cache, 1):
+        pytest.skip("needs a Hopper GPU")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (2, 128), (3, 64), (8, 128)])
+@pytest.mark.parametrize("window", [None, 1, 20, 64])
+@pytest.mark.parametrize("num_warps", [1, 4])
+def test_fused_attention_of_unequal_sequences(device, group, head_dim, window, num_warps):
+    _need_fused(device, head_dim)
+    config = triton_plan.DecodeConfig(
+        tile=16 * num_warps, num_warps=num_warps, stages=2, min_chunk=16 * num_warps, chunks=9
+    )
+    outs, expected, pages, slots, new_kv = _run(
+        device, [1, 15, 16, 17, 33, 700, 7, 130, 64, 65], group, 2, head_dim, 32, torch.bfloat16,
+        fused=True, norm=window is None, window=window, config=config, repeat=3, strided=True,
+        attention=triton_fused.fused_attention,
+    )  # fmt: skip
+    assert reference.relative_error(outs[0].view_as(expected), expected) < 1e-2
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    flat = lambda cache: cache.view(-1, *cache.shape[2:])[slots]  # noqa: E731
+    assert reference.relative_error(flat(pages.k), new_kv[0]) < 1e-2
+    assert torch.equal(flat(pages.v).float(), new_kv[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "attention"),
+    [
+        (torch.float32, triton_decode.decode_attention),
+        (torch.bfloat16, triton_decode.decode_attention),
+        (torch.bfloat16, triton_fused.fused_attention),
+    ],
+)
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("like", [1, 8, 32, 64, 256])
-def test_real_sizes_are_right_and_stable(device, dtype, block_size, like):
+def test_real_sizes_are_right_and_stable(device, dtype, attention, block_size, like):
     """Every configuration of the table, whatever the batch it is meant for."""
+    if attention is triton_fused.fused_attention:
+        _need_fused(device)
     config = triton_plan.decode_config(like, dtype.itemsize * 8)
     for lens in ([32768], [100, 4097, 1, 255, 256, 257, 8000], [128 + i for i in range(64)]):
         outs, expected, *_ = _run(
-            device, lens, 2, 8, 128, block_size, dtype, fused=True, repeat=10, config=config
-        )
+            device, lens, 2, 8, 128, block_size, dtype, fused=True, repeat=10, config=config,
+            attention=attention,
+        )  # fmt: skip
         assert reference.relative_error(outs[0].view_as(expected), expected) < TOLERANCE[dtype] * 2
         assert all(torch.equal(out, outs[0]) for out in outs[1:])

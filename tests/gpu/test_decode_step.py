@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from infer.ops import (
     triton_plan,
     triton_rows,
     triton_step,
+    triton_tiles,
     triton_vector,
 )
 from infer.ops.sample import SampleFlags, SamplingRows, sample
@@ -29,10 +32,8 @@ def _swiglu(x, gate_up, bias):
     return torch.nn.functional.silu(gate) * up
 
 
-@DTYPES
-@pytest.mark.parametrize("linear", [triton_vector.vector_linear, triton_rows.rows_linear])
-@pytest.mark.parametrize(("rows", "size_n", "size_k"), [(1, 40, 576), (3, 24, 1024), (5, 12, 3072)])
-def test_few_rows(device, dtype, rows, size_n, size_k, linear):
+def _check_few_rows(linear, device, dtype, rows, size_n, size_k):
+    """With all that such a projection can do, and with as little as possible."""
     generator = torch.Generator().manual_seed(rows)
     make = lambda *s: torch.randn(s, generator=generator).to(dtype).to(device)  # noqa: E731
     x, norm, residual = make(rows, size_k), 1 + make(size_k) / 4, make(rows, size_n)
@@ -44,6 +45,53 @@ def test_few_rows(device, dtype, rows, size_n, size_k, linear):
     linear(x, weight[:size_n], out, residual=residual)
     expected = residual.float() + x.float() @ weight[:size_n].float().T
     assert reference.relative_error(out, expected) < TOLERANCE[dtype]
+
+
+FEW_SHAPES = pytest.mark.parametrize(
+    ("rows", "size_n", "size_k"), [(1, 40, 576), (3, 24, 1024), (5, 12, 3072)]
+)
+
+
+@DTYPES
+@FEW_SHAPES
+def test_vector_linear(device, dtype, rows, size_n, size_k):
+    _check_few_rows(triton_vector.vector_linear, device, dtype, rows, size_n, size_k)
+
+
+@pytest.mark.gpu
+@FEW_SHAPES
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_linear(device, rows, size_n, size_k, shared):
+    x = torch.empty(rows, size_k, dtype=torch.bfloat16, device=device)
+    if not triton_rows.suits_rows(x):
+        pytest.skip("needs a Hopper GPU")
+    config = triton_rows.RowsConfig(block_n=16, num_warps=8, shared=shared)
+    linear = partial(triton_rows.rows_linear, config=config)
+    _check_few_rows(linear, device, torch.bfloat16, rows, size_n, size_k)
+    _check_few_rows(triton_rows.rows_linear, device, torch.bfloat16, rows, 128 * size_n, size_k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [9, 33, 70, 130, 256])
+@pytest.mark.parametrize(("size_n", "size_k"), [(96, 576), (1000, 1024), (80, 5000)])
+def test_tiles_linear(device, rows, size_n, size_k):
+    """Columns and rows that fill no tile, and more weights than shared memory holds."""
+    generator = torch.Generator().manual_seed(rows)
+    make = lambda *s: torch.randn(s, generator=generator).bfloat16().to(device)  # noqa: E731
+    x, weight, bias = make(rows, size_k), make(2 * size_n, size_k) / size_k**0.5, make(2 * size_n)
+    if not triton_tiles.suits_tiles(x, weight):
+        pytest.skip("needs a Hopper GPU")
+    expected = x.float() @ weight.float().T + bias.float()
+    wanted = {True: _swiglu(x.float(), weight, bias), False: expected}
+    for swiglu, result in wanted.items():
+        config = triton_tiles.tiles_config(rows, size_k, swiglu=swiglu, parts=False)
+        out = torch.full_like(result, float("nan"), dtype=torch.bfloat16)
+        triton_tiles.tiles_linear(x, weight, out, bias=bias, swiglu=swiglu, config=config)
+        assert reference.relative_error(out, result) < TOLERANCE[torch.bfloat16]
+    config = triton_tiles.tiles_config(rows, size_k, swiglu=False, parts=True)
+    parts = torch.full((config.split, *expected.shape), float("nan"), device=device)
+    triton_tiles.tiles_linear(x, weight, parts, config=config)
+    assert reference.relative_error(parts.sum(0) + bias.float(), expected) < 1e-5
 
 
 @DTYPES
@@ -194,7 +242,9 @@ def _naive_layer(w, x, k, v, cos_sin, shape, n):
 
 
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
-@pytest.mark.parametrize("rows", [1, 3, 9, pytest.param(130, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "rows", [1, 3, 9, *(pytest.param(n, marks=pytest.mark.gpu) for n in (60, 130, 300))]
+)
 def test_layers(device, dtype, bias, rows):
     generator = torch.Generator().manual_seed(8)
     shape = LayerShape(4, 2, 64, EPS, None)
