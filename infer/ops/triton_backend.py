@@ -13,7 +13,7 @@ from infer.ops import LayerShape, triton_store
 from infer.ops.sample import Sampled, SamplingRows
 from infer.ops.triton_decode import decode_attention
 from infer.ops.triton_head import sample_head
-from infer.ops.triton_plan import DecodePlan, decode_config, plan_decode
+from infer.ops.triton_plan import DecodeConfig, DecodePlan, decode_config, plan_decode
 from infer.ops.triton_prefill import PrefillPlan, plan_prefill, prefill_attention
 from infer.ops.triton_ranks import decode_layers_of_rank
 from infer.ops.triton_step import (
@@ -21,6 +21,7 @@ from infer.ops.triton_step import (
     DecodeInputs,
     decode_buffers,
     decode_layers,
+    step_config,
     uses_dependent_launch,
 )
 from infer.parallel import TP
@@ -39,17 +40,16 @@ class TritonStep:
 
 def prepare(meta: AttentionMeta, cos_sin: Tensor, k_cache: Tensor, shape: LayerShape) -> TritonStep:
     """Divide the step's decode work; see ``infer.ops.Prepare``."""
-    bits = k_cache.dtype.itemsize * 8
     prefill = None if meta.decode else plan_prefill(meta, k_cache, shape, skip_single=True)
-    return TritonStep(meta, cos_sin, _plan(meta, bits, shape), prefill)
+    config = decode_config(meta.context_lens.shape[0], k_cache.dtype.itemsize * 8)
+    return TritonStep(meta, cos_sin, _plan(meta, config, shape), prefill)
 
 
-def _plan(meta: AttentionMeta, bits: int, shape: LayerShape) -> DecodePlan:
-    num_seqs = meta.context_lens.shape[0]
+def _plan(meta: AttentionMeta, config: DecodeConfig, shape: LayerShape) -> DecodePlan:
     return plan_decode(
         meta.seq_rows,
         meta.context_lens,
-        config=decode_config(num_seqs, bits),
+        config=config,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -132,7 +132,7 @@ class TritonDecode:
     ) -> tuple[DecodeBuffers, DecodeInputs]:
         """Run all layers over the embedded tokens."""
         step = DecodeInputs(
-            plan=_plan(meta, hidden.dtype.itemsize * 8, shape),
+            plan=_plan(meta, step_config(hidden.shape[0], kv.k[0], shape), shape),
             block_tables=meta.block_tables,
             cos_sin=self.cos_sin,
             slot_mapping=meta.slot_mapping,

@@ -21,7 +21,7 @@ from infer.ops.triton_common import (
     next_power_of_2,
 )
 from infer.ops.triton_decode import FusedInput
-from infer.ops.triton_plan import DecodePlan
+from infer.ops.triton_plan import DecodeConfig, DecodePlan
 
 LOG2E = gl.constexpr(1.4426950408889634)
 MASKED = gl.constexpr(-1.0e30)  # a score no real one reaches; finite, so that differences are too
@@ -305,6 +305,17 @@ def suits_fused(k_cache: Tensor, num_heads: int) -> bool:
         and k_cache.element_size() == 2
         and hopper_gluon(k_cache.device)
     )
+
+
+def fused_config(num_seqs: int) -> DecodeConfig:
+    """The table of configurations, by the batch: every warp takes 16 positions at once."""
+    make = DecodeConfig
+    if 1 < num_seqs <= 8:
+        return make(tile=128, num_warps=8, stages=2, min_chunk=256, chunks=16)
+    if num_seqs <= 32:
+        chunks = 16 if num_seqs <= 16 else 32
+        return make(tile=64, num_warps=4, stages=3, min_chunk=256, chunks=chunks)
+    return make(tile=32, num_warps=2, stages=3 if num_seqs <= 64 else 2, min_chunk=256, chunks=32)
 
 
 def fused_attention(

@@ -25,7 +25,9 @@ class DecodeConfig:
 
     tile: int  # context positions a program loads at once
     num_warps: int
-    stages: int  # tiles on their way at once
+    stages: (
+        int  # tiles on their way at once; 1 in ``triton_decode``: ahead of the predecessor's end
+    )
     min_chunk: int  # no chunk is shorter, so that short contexts need no combining
     chunks: int  # about how many chunks the step's whole context is cut into
 
@@ -35,16 +37,19 @@ class DecodeConfig:
 
 
 def decode_config(num_seqs: int, bits: int) -> DecodeConfig:
-    """The table of configurations, by the bits of a number and the batch."""
+    """The table of ``triton_decode``, by the bits of a number and the batch."""
     make = DecodeConfig
     if bits == 32:
         return make(tile=16, num_warps=4, stages=1, min_chunk=128, chunks=64)
-    if 1 < num_seqs <= 8:
-        return make(tile=128, num_warps=8, stages=2, min_chunk=256, chunks=16)
-    if num_seqs <= 32:
-        chunks = 16 if num_seqs <= 16 else 32
-        return make(tile=64, num_warps=4, stages=3, min_chunk=256, chunks=chunks)
-    return make(tile=32, num_warps=2, stages=3 if num_seqs <= 64 else 2, min_chunk=256, chunks=32)
+    if num_seqs <= 4:
+        return make(tile=64, num_warps=4, stages=1, min_chunk=64, chunks=32)
+    if num_seqs <= 16:
+        return make(tile=128, num_warps=8, stages=1, min_chunk=256, chunks=32)
+    if num_seqs <= 48:
+        return make(tile=64, num_warps=4, stages=1, min_chunk=256, chunks=32)
+    if num_seqs <= 96:
+        return make(tile=64, num_warps=4, stages=3, min_chunk=256, chunks=128)
+    return make(tile=16, num_warps=1, stages=5, min_chunk=256, chunks=128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from infer.ops import LayerShape
 from infer.ops.sample import Sampled, SamplingRows
 from infer.ops.triton_common import dependent_launch
 from infer.ops.triton_decode import FusedInput, decode_attention
-from infer.ops.triton_fused import fused_attention, suits_fused
+from infer.ops.triton_fused import fused_attention, fused_config, suits_fused
 from infer.ops.triton_head import sample_head
 from infer.ops.triton_matrix import matrix_config, matrix_linear, sum_norm
 from infer.ops.triton_norm import silu_mul
-from infer.ops.triton_plan import DecodePlan
+from infer.ops.triton_plan import DecodeConfig, DecodePlan, decode_config
 from infer.ops.triton_rows import rows_linear, suits_rows
 from infer.ops.triton_tiles import suits_tiles, tiles_config, tiles_linear
 from infer.ops.triton_vector import vector_linear
@@ -153,6 +153,13 @@ def decode_sample(
 ) -> Sampled:
     """Sample the next token of every row after ``decode_layers``; rows that truncate excluded."""
     return sample_head(b.normed, weights.lm_head, sample_rows, positions, params, pdl=step.pdl)
+
+
+def step_config(num_seqs: int, k_cache: Tensor, shape: LayerShape) -> DecodeConfig:
+    """How the plan of ``DecodeInputs`` divides the attention of ``num_seqs`` sequences."""
+    if suits_fused(k_cache, shape.num_heads):
+        return fused_config(num_seqs)
+    return decode_config(num_seqs, k_cache.dtype.itemsize * 8)
 
 
 def uses_dependent_launch(device: torch.device) -> bool:

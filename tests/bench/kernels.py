@@ -98,7 +98,7 @@ def make_case(
     blocks = torch.randperm(batch * per_seq, device=device).to(torch.int32).view(batch, per_seq)
     context_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
     rows = torch.arange(batch, dtype=torch.int32, device=device)
-    config = config or triton_plan.decode_config(batch, 16)
+    config = config or triton_step.step_config(batch, k[0], SHAPE)
     plan = plan_for(rows, context_lens, config)
     position = context - 1
     step = triton_step.DecodeInputs(

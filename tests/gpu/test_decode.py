@@ -151,9 +151,10 @@ def test_fused_attention_of_unequal_sequences(device, group, head_dim, window, n
 @pytest.mark.parametrize("like", [1, 8, 32, 64, 256])
 def test_real_sizes_are_right_and_stable(device, dtype, attention, block_size, like):
     """Every configuration of the table, whatever the batch it is meant for."""
+    config = triton_plan.decode_config(like, dtype.itemsize * 8)
     if attention is triton_fused.fused_attention:
         _need_fused(device)
-    config = triton_plan.decode_config(like, dtype.itemsize * 8)
+        config = triton_fused.fused_config(like)
     for lens in ([32768], [100, 4097, 1, 255, 256, 257, 8000], [128 + i for i in range(64)]):
         outs, expected, *_ = _run(
             device, lens, 2, 8, 128, block_size, dtype, fused=True, repeat=10, config=config,

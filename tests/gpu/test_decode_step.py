@@ -268,7 +268,7 @@ def test_layers(device, dtype, bias, rows):
             row = _naive_layer(w, row, p.dense_k[s], p.dense_v[s], cos_sin, shape, n - 1)
         expected.append(row)
     context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    config = triton_plan.decode_config(rows, dtype.itemsize * 8)
+    config = triton_step.step_config(rows, pages[0].k, shape)
     plan = triton_plan.plan_decode(
         pages[0].seq_rows, context_lens, config=config, num_heads=4, num_kv_heads=2, head_dim=64
     )
