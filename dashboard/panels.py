@@ -13,7 +13,7 @@ from dashboard.status import failure, tile, tiles
 from infer.errors import InferError
 from metrics.reader import Latency, Reading
 
-SPANS = {"1 minute": (60, 1), "5 minutes": (300, 5), "15 minutes": (900, 10)}
+SPANS = {"1 minute": (60, 5), "5 minutes": (300, 5), "15 minutes": (900, 10)}
 PERIOD_S = 2.0
 
 
@@ -27,7 +27,7 @@ class MetricsPage:
         """Place the page here; gives the timer and the switch that say when it is redrawn."""
         with gr.Row(elem_classes="toolbar"):
             span = gr.Radio(
-                list(SPANS), value="5 minutes", label="Time shown", show_label=False,
+                list(SPANS), value="1 minute", label="Time shown", show_label=False,
                 container=False, elem_id="metrics-span",
             )  # fmt: skip
             live = gr.Checkbox(

@@ -215,18 +215,18 @@ def test_a_question_asked_as_the_stream_of_results_closes_is_answered(
     page.reload()
     ready(page)
     seed, box = page.locator("#chat-seed input"), page.locator("#msg textarea")
-    for turn in range(4):
+    for turn in range(2):
         seed.fill(f"wrong {turn}")
         box.fill(f"question {turn}")
         box.press("Enter")
         expect(page.get_by_text(f"Seed is 'wrong {turn}'")).to_be_visible()
-        page.wait_for_timeout(70 * turn)  # somewhere in the tail of what was refused
+        page.wait_for_timeout(100 * turn)  # somewhere in the tail of what was refused
         seed.fill(str(turn))
         box.press("Enter")
         expect(page.locator("#bot [data-testid=user]")).to_have_count(turn + 1)
         until(lambda n=turn + 1: len(site.engine.bodies) == n, 5)  # type: ignore[misc]
         expect(page.get_by_role("button", name="Send")).to_be_visible()
-    assert [body["seed"] for body in site.engine.bodies] == [0, 1, 2, 3]
+    assert [body["seed"] for body in site.engine.bodies] == [0, 1]
     watch.forgive(*LEAVING)
 
 
