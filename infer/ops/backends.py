@@ -141,7 +141,6 @@ def flash_attn_ops(cfg: ModelConfig, device: torch.device) -> Ops:
         triton_ops(cfg, device),
         name="flash_attn",
         prepare=flash_attn_backend.prepare,
-        qk_norm_rope_store=flash_attn_backend.qk_norm_rope_store,
         attention=flash_attn_backend.attention,
         fused_decode=None,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infer.batch import AttentionMeta
 from infer.errors import ConfigError
-from infer.ops import LayerShape, triton_store
+from infer.ops import LayerShape
 
 PAGE = 256  # flash-attn's page is a multiple of this
 
@@ -51,30 +51,6 @@ def prepare(meta: AttentionMeta, cos_sin: Tensor, k_cache: Tensor, shape: LayerS
     zero = meta.context_lens.new_zeros(1)
     ends = meta.context_lens.cumsum(0, dtype=torch.int32)
     return FlashStep(meta, cos_sin, tables, torch.cat((zero, ends)))
-
-
-def qk_norm_rope_store(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    step: FlashStep,
-    shape: LayerShape,
-) -> Tensor:
-    """See ``infer.ops.QKNormRopeStore``."""
-    return triton_store.qk_norm_rope_store(
-        qkv,
-        q_norm,
-        k_norm,
-        k_cache,
-        v_cache,
-        step.cos_sin,
-        step.meta.positions,
-        step.meta.slot_mapping,
-        shape.num_heads,
-        shape.eps,
-    )
 
 
 def attention(
@@ -132,19 +108,6 @@ def flash_decode(
     return out.squeeze(1)
 
 
-@flash_decode.register_fake
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-) -> Tensor:
-    return torch.empty_like(q)
-
-
 @torch.library.custom_op("purestep::flash_varlen", mutates_args=())
 def flash_varlen(
     q: Tensor,
@@ -177,17 +140,9 @@ def flash_varlen(
     return out
 
 
-@flash_varlen.register_fake
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    block_tables: Tensor,
-    scale: float,
-    window: int,
-) -> Tensor:
+def _like_q(q: Tensor, *_: object) -> Tensor:
     return torch.empty_like(q)
+
+
+flash_decode.register_fake(_like_q)
+flash_varlen.register_fake(_like_q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,16 @@ from infer.ops.triton_step import (
 )
 from infer.parallel import TP
 from infer.weights import Weights
+
+
+class Placed(Protocol):
+    """A step that says where its tokens are; other backends' do too."""
+
+    @property
+    def meta(self) -> AttentionMeta: ...
+
+    @property
+    def cos_sin(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,7 @@ def qk_norm_rope_store(
     k_norm: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
-    step: TritonStep,
+    step: Placed,
     shape: LayerShape,
 ) -> Tensor:
     """See ``infer.ops.QKNormRopeStore``."""

@@ -22,7 +22,7 @@ from infer.ops.triton_common import (
     cdiv,
     dot,
     dot_precision,
-    interpreted,
+    hopper_gluon,
     next_power_of_2,
 )
 
@@ -49,18 +49,13 @@ def prefill_config(head_dim: int, bits: int) -> PrefillConfig:
 
 
 HOPPER = PrefillConfig(rows=128, tile=128, num_warps=4, num_stages=2)  # as triton_hopper has it
-# Gluon is experimental: its names, and where it puts barriers, change from release to release.
-HOPPER_TRITON = "3.6."
 
 
 def _suits_hopper(k_cache: Tensor, shape: LayerShape) -> bool:
     """Whether ``hopper_attention`` takes these shapes and this device."""
     block_size = k_cache.shape[1]
     return (
-        k_cache.is_cuda
-        and not interpreted()
-        and triton.__version__.startswith(HOPPER_TRITON)
-        and torch.cuda.get_device_capability(k_cache.device)[0] == 9
+        hopper_gluon(k_cache.device)
         and k_cache.dtype.itemsize == 2
         and shape.head_dim in (64, 128)
         and shape.sliding_window is None
