@@ -42,7 +42,7 @@ def library_file() -> Path:
     if found is not None:
         return found
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder / f"{name}.lock"):
             return _intact(folder, name) or _build(folder, name)
     except OSError as error:

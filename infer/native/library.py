@@ -118,8 +118,11 @@ class Engine:
     def __init__(self, functions: Any, model: ModelStruct, threads: int) -> None:
         self._functions = functions
         self._handle = functions.purestep_engine(model, threads)
+        if not self._handle:
+            raise MemoryError("no memory for the kernels' working space")
         self._kv: tuple[KVCache, Any, Any] | None = None
-        weakref.finalize(self, functions.purestep_free, self._handle)
+        # Not at exit: a thread may still be inside a step then, and the system frees all anyway.
+        weakref.finalize(self, functions.purestep_free, self._handle).atexit = False
 
     def layers(self, step: StepStruct) -> None:
         """Run every layer; writes the residual stream and the step's K and V.

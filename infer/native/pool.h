@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -26,15 +27,15 @@ static inline void relax() {
 
 class Pool {
    public:
-    explicit Pool(int size) : size_(size), process_(getpid()) {
-        for (int id = 1; id < size; id++) threads_.emplace_back([this, id] { work(id); });
+    explicit Pool(int size) : process_(getpid()) {
+        try {
+            for (int id = 1; id < size; id++) threads_.emplace_back([this, id] { work(id); });
+        } catch (const std::system_error &) {
+            // The system allows no more threads: these must do.
+        }
     }
 
-    ~Pool() {
-        if (getpid() != process_) {
-            for (auto &thread : threads_) new std::thread(std::move(thread));  // not ours to join
-            return;
-        }
+    ~Pool() {  // in the process that made it
         {
             std::lock_guard<std::mutex> lock(mutex_);
             ending_ = true;
@@ -43,11 +44,12 @@ class Pool {
         for (auto &thread : threads_) thread.join();
     }
 
-    int size() const { return size_; }
+    int size() const { return (int)threads_.size() + 1; }
+    bool forked() const { return getpid() != process_; }
 
     // Before the first phase of a step: who sleeps gets up, and nobody sleeps until `rest`.
     void wake() {
-        if (threads_.empty() || getpid() != process_) return;
+        if (threads_.empty() || forked()) return;
         resting_.store(false, std::memory_order_seq_cst);
         if (asleep_.load(std::memory_order_seq_cst)) {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -60,7 +62,7 @@ class Pool {
     // Call task(number, thread) for each number below count; done when all have returned.
     template <class Task>
     void run(int count, const Task &task) {
-        if (count <= 1 || size_ == 1) {
+        if (count <= 1 || threads_.empty()) {
             for (int number = 0; number < count; number++) task(number, 0);
             return;
         }
@@ -126,7 +128,6 @@ class Pool {
         }
     }
 
-    const int size_;
     const pid_t process_;
     uint64_t phase_ = 0;
     void (*call_)(const void *, int, int) = nullptr;

@@ -56,11 +56,15 @@ class Engine {
         : m_(model), layers_(model.layers, model.layers + model.num_layers), pool_(threads) {
         size_t floats = std::max<size_t>(BLOCK_ROWS * 2 * COLUMNS,
                                          AttentionScratch::floats(model.head_dim));
-        for (int i = 0; i < threads; i++) {
+        for (int i = 0; i < pool_.size(); i++) {
             scratch_.push_back(allocate(floats));
             pointers_.push_back(scratch_.back().get());
+            complete_ = complete_ && pointers_.back();
         }
     }
+
+    bool complete() const { return complete_; }
+    bool forked() const { return pool_.forked(); }
 
     bool layers(const Step &s) {
         if (!reserve(s.num_tokens)) return false;
@@ -244,6 +248,7 @@ class Engine {
     Model m_;
     std::vector<Layer> layers_;
     Pool pool_;
+    bool complete_ = true;
     std::vector<Memory> scratch_;
     std::vector<float *> pointers_;
     std::vector<Queries> queries_;
@@ -278,9 +283,16 @@ void purestep_large_pages(void *memory, size_t bytes) {
 #endif
 }
 
-Engine *purestep_engine(const Model *model, int32_t threads) { return new Engine(*model, threads); }
+// Null when there is no memory.
+Engine *purestep_engine(const Model *model, int32_t threads) {
+    auto engine = std::make_unique<Engine>(*model, threads);
+    return engine->complete() ? engine.release() : nullptr;
+}
 
-void purestep_free(Engine *engine) { delete engine; }
+// A forked child has the engine's memory but not its threads: it can run steps, not end threads.
+void purestep_free(Engine *engine) {
+    if (!engine->forked()) delete engine;
+}
 
 // Both return 0 when there is no memory.
 int32_t purestep_layers(Engine *engine, const Step *step) { return engine->layers(*step); }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from infer.weights import Weights
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@cache
 def native_library() -> Library | str:
     """The kernels, compiled if need be; or the reason why there are none."""
     try:
@@ -137,6 +135,7 @@ def lay_out(weights: Weights, shape: LayerShape, cos_sin: Tensor, library: Libra
 
     The threads are torch's, as many as it has now.
     """
+    assert weights.norm.dtype in DTYPES
     layout = _Layout(weights, library)
     layers = (LayerStruct * len(weights.layers))()
     for struct, w in zip(layers, weights.layers, strict=True):
