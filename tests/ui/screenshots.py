@@ -156,6 +156,7 @@ def walk(page: Any, picture: Callable[[str], None]) -> None:
         page.get_by_role("button", name=f"Settings {side}").click()
     page.get_by_role("button", name="Complete", exact=True).click()
     expect(page.locator("#tokens-b")).to_contain_text("finish:", timeout=300_000)
+    expect(page.locator("#complete-stop")).to_be_disabled()  # both have ended
     page.locator("#tokens-a .token").nth(4).click()
     expect(page.locator("#tokens-b .prefix")).to_be_visible()
     expect(page.locator("#tokens-b")).to_contain_text("finish:", timeout=300_000)
