@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,8 +44,16 @@ def allocate(
 ) -> KVCache:
     """Allocate pages for ``num_blocks`` usable blocks a layer and one spare block."""
     shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
-    pages = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * num_layers)]
+    pages = [_zeros(shape, dtype, device) for _ in range(2 * num_layers)]
     return KVCache(k=tuple(pages[:num_layers]), v=tuple(pages[num_layers:]))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros take no memory before they are written, and lie on large pages; torch's do not.
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

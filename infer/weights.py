@@ -143,6 +143,8 @@ def local_config(cfg: ModelConfig, tp: TP) -> ModelConfig:
             f"tp is {tp.size}, it must be at most the number of attention heads ({cfg.num_heads}): "
             "a head is not split"
         )
+    if tp.size == 1:
+        return cfg
     groups, _, heads = _head_groups(cfg, tp)
     return replace(
         cfg,
