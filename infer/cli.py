@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 from infer import __version__
 from infer.errors import (
@@ -98,7 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"purestep {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command, (text, module, add, _) in COMMANDS.items():
-        sub = commands.add_parser(command, help=text, description=text[0].upper() + text[1:] + ".")
+        listed: Any = (
+            {} if "-" in command else {"help": text}
+        )  # `bench serve` is listed with `bench`
+        sub = commands.add_parser(
+            command,
+            prog=f"infer {command.replace('-', ' ')}",
+            description=text[0].upper() + text[1:] + ".",
+            **listed,
+        )
         if command == name:
             getattr(import_module(module), add)(sub)
     args = parser.parse_args(arguments)

@@ -46,7 +46,10 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--start",
         metavar="OPTIONS",
-        help="start `infer serve OPTIONS` for the load, and report its start and idle memory",
+        nargs="?",
+        const="",
+        help="start `infer serve OPTIONS` for the load (--start='--max-num-seqs 32'), and report its "
+        "start and idle memory",
     )
     add("--allow-remote", action="store_true", help="allow a server on another machine")
     add("--api-key", help="the server's API key")
