@@ -206,18 +206,32 @@ static void attend_block(const Pages &pages, const AttentionShape &shape, int he
     }
 }
 
+// Scale a row of sums. A tile of bfloat16 leaves even columns in its first vector, odd ones in its
+// second.
+static void finish(const float *sums, int dim, bool half, float scale, float *out) {
+    for (int first = 0; first < dim; first += COLUMNS, sums += COLUMNS) {
+        Words a = (Words)(load<Vec>(sums) * scale), b = (Words)(load<Vec>(sums + LANES) * scale);
+        float row[COLUMNS];
+        store(row, half ? shuffled(a, b, Zipped<0>{}, Lanes{}) : a);
+        store(row + LANES, half ? shuffled(a, b, Zipped<1>{}, Lanes{}) : b);
+        memcpy(out + first, row, std::min(COLUMNS, dim - first) * sizeof(float));
+    }
+}
+
 // q and out point at the first query's first head; strides are from token to token.
 static void attend(const Pages &pages, const AttentionShape &shape, const Queries &part,
                    const float *q, ptrdiff_t q_stride, float *out, ptrdiff_t out_stride,
                    const AttentionScratch &s) {
     int dim = shape.head_dim, padded = (dim + COLUMNS - 1) / COLUMNS * COLUMNS;
     int rows = part.count * shape.group, all = rows * part.num_heads;
-    auto place = [&](int row, ptrdiff_t stride) {  // of a row of scratch, among a token's heads
-        int head = (part.head + row / rows) * shape.group + row % shape.group;
-        return row % rows / shape.group * stride + head * dim;
-    };
+    for (int h = 0, row = 0; h < part.num_heads; h++) {
+        const float *from = q + (part.head + h) * shape.group * dim;
+        for (int i = 0; i < part.count; i++, from += q_stride) {
+            memcpy(s.q + row * dim, from, shape.group * dim * sizeof(float));
+            row += shape.group;
+        }
+    }
     for (int row = 0; row < all; row++) {
-        memcpy(s.q + row * dim, q + place(row, q_stride), dim * sizeof(float));
         s.maxima[row] = -INFINITY;
         store(s.totals + row * LANES, Vec{});
     }
@@ -234,14 +248,13 @@ static void attend(const Pages &pages, const AttentionShape &shape, const Querie
                          h * rows);
         }
     }
-    for (int row = 0; row < all; row++) {
-        float scale = 1.0f / sum(load<Vec>(s.totals + row * LANES));
-        const float *from = s.out + row * padded;
-        float *to = out + place(row, out_stride);
-        for (int d = 0; d < dim; d++) {
-            // A tile of bfloat16 leaves even columns in its first vector, odd ones in its second.
-            int column = pages.half ? d / COLUMNS * COLUMNS + d % COLUMNS / 2 + d % 2 * LANES : d;
-            to[d] = from[column] * scale;
+    for (int h = 0, row = 0; h < part.num_heads; h++) {
+        float *to = out + (part.head + h) * shape.group * dim;
+        for (int i = 0; i < part.count; i++, to += out_stride) {
+            for (int g = 0; g < shape.group; g++, row++) {
+                float scale = 1.0f / sum(load<Vec>(s.totals + row * LANES));
+                finish(s.out + row * padded, dim, pages.half, scale, to + g * dim);
+            }
         }
     }
 }

@@ -77,6 +77,11 @@ struct Lower {
     static constexpr int at(int lane) { return lane & STEP ? LANES + lane : lane + STEP; }
 };
 
+template <int HALF>
+struct Zipped {  // a half of each, taking turns
+    static constexpr int at(int lane) { return lane % 2 * LANES + lane / 2 + HALF * (LANES / 2); }
+};
+
 template <int STEP = LANES / 2>
 static inline float sum(Vec x) {
     if constexpr (STEP == 0) {
