@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -96,7 +97,7 @@ def _intact(folder: Path, name: str) -> Path | None:
 
 def _build(folder: Path, name: str) -> Path:
     """Compile; the library appears under its name complete or not at all."""
-    logger.info("compiling kernels for this processor, once")
+    _tell("compiling kernels for this processor, once")
     began = time.monotonic()
     for old in folder.glob(f"{name}*.so*"):
         old.unlink(missing_ok=True)
@@ -111,8 +112,15 @@ def _build(folder: Path, name: str) -> Path:
             raise BuildError(f"{_compiler()} failed with status {done.returncode}: {first}")
         target = folder / f"{name}-{xxhash.xxh3_64_hexdigest(made.read_bytes())}.so"
         made.rename(target)
-    logger.info("kernels compiled in %.1f s", time.monotonic() - began)
+    _tell(f"kernels compiled in {time.monotonic() - began:.1f} s")
     return target
+
+
+def _tell(text: str) -> None:
+    """Log it; who sits at a terminal where nothing is logged should not wonder either."""
+    logger.info(text)
+    if sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
+        sys.stderr.write(f"{text}\n")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
