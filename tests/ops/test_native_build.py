@@ -84,6 +84,7 @@ def test_a_damaged_library_is_compiled_anew(cache: Path, compiler: Path, content
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_side_by_side_one_compiles_and_all_load_it(tmp_path: Path) -> None:
     code = (
         "from infer.native.build import library_file\n"
