@@ -25,7 +25,7 @@ from tests.verify.subjects import CONFIGS, subject
 
 QUICK = (
     *("transformers", "kv-cache", "chunked", "prefix", "batched"),
-    *("preempted", "pipelined", "restored", "torch", "bf16-torch"),
+    *("preempted", "pipelined", "restored", "native", "torch", "bf16-native", "bf16-torch"),
 )
 ELSEWHERE = ("graphs", "triton", "bf16-triton", "bf16-flash_attn", "bf16-graphs")
 
@@ -49,7 +49,7 @@ def test_a_sound_engine_passes() -> None:
     for row in outcome.rows:
         assert row.errors is not None and row.tolerance is not None
         assert row.tokens is not None and row.tokens[1] > 0
-        if row.name not in ("bf16-torch",):
+        if row.name not in ("bf16-native", "bf16-torch"):
             assert row.errors.rel_l2 < row.tolerance / 20, "float32 is far inside its tolerance"
 
 
