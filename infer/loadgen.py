@@ -48,8 +48,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OPTIONS",
         nargs="?",
         const="",
-        help="start `infer serve OPTIONS` for the load (--start='--max-num-seqs 32'), and report its "
-        "start and idle memory",
+        help="start `infer serve OPTIONS` for the load (--start='--max-num-seqs 32'), and report "
+        "its start and idle memory",
     )
     add("--allow-remote", action="store_true", help="allow a server on another machine")
     add("--api-key", help="the server's API key")
