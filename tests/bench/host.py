@@ -45,7 +45,7 @@ class Case:
 
 CASES = tuple(
     Case("decode", block_size, num_blocks, num_waiting)
-    for block_size in (16, 256)
+    for block_size in (16, 64)
     for num_blocks in (17_000, 68_000)
     for num_waiting in (0, 20_000)
 ) + tuple(

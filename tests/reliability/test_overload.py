@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,14 +14,17 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from infer.client import Engine
+from infer.loadtarget import StartedServer, started_server
 from infer.types import RejectionKind, StepStats
 from tests.reliability.engines import real
 from tests.server.harness import Running
 
 ROWS, QUEUE = 4, 6
 PLACES = ROWS + QUEUE
+EDGE_S = 3.0  # of a measured load, at either end
 TOKENS = 120  # so many that the work is the engine's, not that of HTTP's two ends
 BODY: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
 
@@ -51,12 +55,12 @@ async def ask(http: httpx.AsyncClient, rng: random.Random, seen: Seen) -> None:
         seen.odd.append(answer.text)
 
 
-def client(server: Running) -> httpx.AsyncClient:
+def client(server: Running | StartedServer) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60, trust_env=False)
 
 
-async def closed(server: Running, seconds: float) -> Seen:
+async def closed(server: Running | StartedServer, seconds: float) -> Seen:
     """As many clients as there are places: full, and nobody is refused."""
     seen, until = Seen(), time.monotonic() + seconds
 
@@ -70,7 +74,7 @@ async def closed(server: Running, seconds: float) -> Seen:
     return seen
 
 
-async def arrivals(server: Running, per_s: float, seconds: float) -> Seen:
+async def arrivals(server: Running | StartedServer, per_s: float, seconds: float) -> Seen:
     """Poisson arrivals that nobody waits for."""
     seen, rng = Seen(), random.Random(5)
     began = at = time.monotonic()
@@ -177,6 +181,51 @@ def judge(figures: dict[str, Any], kept: float) -> None:
     # Refusals cost the engine nothing. By the clock they compete with it for a core, and so does
     # whatever else runs on this machine.
     assert all(rate.cpu > kept * rates[0].cpu for rate in rates)
+
+
+def tokens_generated(server: StartedServer) -> float:
+    text = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=30).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "infer_generation_tokens_total"
+    )
+
+
+async def token_rate(server: StartedServer, seconds: float, load: Coroutine[Any, Any, Seen]) -> Any:
+    """Tokens a second while ``load`` keeps every row busy, without its first and last moments."""
+    task = asyncio.create_task(load)
+    await asyncio.sleep(EDGE_S)
+    began, before = time.monotonic(), tokens_generated(server)
+    await asyncio.sleep(seconds - 2 * EDGE_S)
+    rate = (tokens_generated(server) - before) / (time.monotonic() - began)
+    seen = await task
+    assert seen.odd == []
+    return rate, seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_real_model_keeps_its_throughput_under_overload() -> None:
+    """The default model in a process of its own: within 5 % of its peak, by the clock."""
+    options = f"--max-num-seqs {ROWS} --max-queue {QUEUE} --no-dashboard"
+    with started_server(options) as server:
+
+        async def measured() -> tuple[list[float], Seen]:
+            full = functools.partial(closed, server, 25.0)
+            await closed(server, 3.0)  # warm
+            peak, calm = await token_rate(server, 25.0, full())
+            per_s = 3 * peak / TOKENS
+            crowded, seen = await token_rate(server, 60.0, arrivals(server, per_s, 60.0))
+            recovered, after = await token_rate(server, 25.0, full())
+            assert calm.refused == after.refused == 0
+            return [peak, crowded, recovered], seen
+
+        rates, seen = asyncio.run(measured())
+    print([round(rate, 1) for rate in rates], seen.answered, seen.refused)
+    assert seen.refused > seen.answered
+    assert min(rates[1:]) > 0.95 * rates[0]
 
 
 def test_three_times_too_much(tiny: Path) -> None:
