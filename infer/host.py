@@ -198,7 +198,8 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
     source and from each other.
 
     Raises:
-        StateError: the source has launched tokens that were not collected.
+        StateError: the source has launched tokens, or log-probabilities of its prompt, that were
+            not collected.
         RequestError: unknown source, an id in use, or no free row.
     """
     rows = host.seqs.rows_of.get(request_id)
@@ -207,7 +208,7 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
     if is_live(host, new_id):
         raise RequestError(f"cannot fork to {new_id!r}: this id is in use", param="request_id")
     source = rows[0]
-    if host.seqs.num_pending[source]:
+    if host.seqs.num_pending[source] or _tells_prompt(host, source):
         raise StateError(f"cannot fork {request_id!r} with a step in flight; collect it first")
     free = np.flatnonzero(host.seqs.status == FREE)
     if not free.size:
@@ -240,6 +241,20 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
         prefix=index,
         arrivals=host.arrivals + 1,
         dirty=(*host.dirty, row),
+    )
+
+
+def _tells_prompt(host: Host, row: int) -> bool:
+    """Whether a launched step may bring log-probabilities of the prompt of ``row``.
+
+    They would be told to ``row`` alone, and be missing from those of its fork.
+    """
+    seqs = host.seqs
+    return bool(
+        host.in_flight
+        and seqs.need[row] & Need.PROMPT_LOGPROBS
+        and 0 < seqs.num_cached_tokens[row]
+        and seqs.num_tokens[row] == seqs.num_prompt_tokens[row]
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import infer
-from infer import Request, SamplingParams
+from infer import Request, SamplingParams, StateError
 from infer.host import check
 from tests.engine.models import Run, engine, expected, greedy, model, prompts, requests, run
 
@@ -136,6 +136,23 @@ def test_a_fork_goes_on_from_its_source() -> None:
     going.state = infer.fork(going.state, "r0", "twin")
     going.finish()
     assert going.tokens["twin", 0] == going.tokens["r0", 0][5:]
+
+
+def test_a_fork_inside_a_prompt_is_told_all_of_its_logprobs() -> None:
+    prompt = tuple(range(1, 41))  # three chunks
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    state = infer.submit(engine(max_num_batched_tokens=16), requests([prompt], params))
+    state, ticket = infer.launch(model(), state)
+    with pytest.raises(StateError, match="collect it first"):  # a chunk's are on their way
+        infer.fork(state, "r0", "twin")
+    state, _ = infer.collect(model(), state, ticket)
+    state = infer.fork(state, "r0", "twin")
+    told = {}
+    while infer.has_work(state):
+        state, report = infer.step(model(), state)
+        told |= {event.request_id: event.logprobs for event in report.prompt_logprobs}
+    assert len(told["twin"]) == len(prompt) - 1
+    assert told["twin"] == told["r0"]
 
 
 def test_n_choices_share_the_prompts_blocks() -> None:
