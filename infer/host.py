@@ -253,7 +253,7 @@ def _tells_prompt(host: Host, row: int) -> bool:
     return bool(
         host.in_flight
         and seqs.need[row] & Need.PROMPT_LOGPROBS
-        and 0 < seqs.num_cached_tokens[row]
+        and seqs.num_cached_tokens[row] > 0
         and seqs.num_tokens[row] == seqs.num_prompt_tokens[row]
     )
 
