@@ -13,7 +13,7 @@ from infer.model import Model
 from infer.models import decoder
 from infer.ops import Ops, WholeWeights, logit_edits
 from infer.ops.logprobs import Logprobs, logprobs, logprobs_in_slices
-from infer.ops.sample import SampleFlags
+from infer.ops.sampling import SampleFlags
 from infer.ops.sharded import Shard, joined, sample_sharded, whole
 from infer.rows import RowState
 from infer.weights import local_config, vocab_range

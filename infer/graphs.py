@@ -26,7 +26,7 @@ from infer.hostbatch import HostBatch
 from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
-from infer.ops.sample import SampleFlags
+from infer.ops.sampling import SampleFlags
 from infer.plan import Plan
 from infer.rows import RowState, introduce, spare_place
 from infer.staging import aligned

@@ -19,7 +19,7 @@ from infer.config import Limits
 from infer.host import num_slots
 from infer.ops import logit_edits
 from infer.ops.logit_edits import LogitEdits
-from infer.ops.sample import SamplingRows
+from infer.ops.sampling import SamplingRows
 from infer.plan import Plan
 from infer.sequences import Sequences
 from infer.staging import aligned

@@ -21,7 +21,7 @@ from infer.kv import KVCache
 from infer.model import Model
 from infer.ops import Ops
 from infer.ops.logprobs import Logprobs
-from infer.ops.sample import SampleFlags
+from infer.ops.sampling import SampleFlags
 from infer.plan import Plan
 from infer.report import LogprobArrays, StepValues
 from infer.rows import RowState

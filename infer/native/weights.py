@@ -22,7 +22,8 @@ from infer.native.library import (
     StepStruct,
 )
 from infer.ops import LayerShape, Ops, WholeWeights
-from infer.ops.sample import GREEDY_BELOW, Sampled, SampleFlags, SamplingRows, sample
+from infer.ops.sample import sample
+from infer.ops.sampling import GREEDY_BELOW, Sampled, SampleFlags, SamplingRows
 from infer.weights import Weights
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -14,7 +14,7 @@ from infer.weights import Weights
 if TYPE_CHECKING:
     from infer.batch import AttentionMeta, Batch
     from infer.kv import KVCache
-    from infer.ops.sample import Sampled, SampleFlags, SamplingRows
+    from infer.ops.sampling import Sampled, SampleFlags, SamplingRows
     from infer.parallel import TP
 
 

@@ -14,14 +14,8 @@ from torch import Tensor
 
 from infer.ops.logprobs import top_set
 from infer.ops.noise import log_exponential, noise_bits, row_keys
-from infer.ops.sample import (
-    GREEDY_BELOW,
-    Sampled,
-    SampleFlags,
-    SamplingRows,
-    best_shard,
-    sample,
-)
+from infer.ops.sample import best_shard, sample
+from infer.ops.sampling import GREEDY_BELOW, Sampled, SampleFlags, SamplingRows
 from infer.ops.truncate import truncate
 from infer.parallel import TP, all_gather
 

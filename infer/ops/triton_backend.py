@@ -11,7 +11,7 @@ from torch import Tensor
 from infer.batch import AttentionMeta
 from infer.kv import KVCache
 from infer.ops import LayerShape, triton_store
-from infer.ops.sample import Sampled, SamplingRows
+from infer.ops.sampling import Sampled, SamplingRows
 from infer.ops.triton_decode import decode_attention
 from infer.ops.triton_head import sample_head
 from infer.ops.triton_plan import DecodeConfig, DecodePlan, decode_config, plan_decode

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.ops.sample import Sampled, SamplingRows
+from infer.ops.sampling import Sampled, SamplingRows
 from infer.ops.triton_common import (
     await_predecessor,
     cdiv,

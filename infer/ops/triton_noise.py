@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from infer.ops import noise, sample
+from infer.ops import noise, sampling
 
 GOLDEN = tl.constexpr(noise.GOLDEN)
 MUL_1 = tl.constexpr(noise.MUL_1)
@@ -13,7 +13,7 @@ MUL_2 = tl.constexpr(noise.MUL_2)
 SCALE = tl.constexpr(noise.SCALE)
 HALF = tl.constexpr(noise.HALF)
 LN2 = tl.constexpr(0.6931471805599453)
-GREEDY_BELOW = tl.constexpr(sample.GREEDY_BELOW)
+GREEDY_BELOW = tl.constexpr(sampling.GREEDY_BELOW)
 
 
 @triton.jit

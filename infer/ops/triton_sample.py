@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infer.ops import truncate
-from infer.ops.sample import Sampled, SamplingRows
+from infer.ops.sampling import Sampled, SamplingRows
 from infer.ops.triton_common import cdiv, interpreted, next_power_of_2
 from infer.ops.triton_noise import GREEDY_BELOW, row_keys, sampling_score
 

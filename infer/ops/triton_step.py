@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.ops import LayerShape
-from infer.ops.sample import Sampled, SamplingRows
+from infer.ops.sampling import Sampled, SamplingRows
 from infer.ops.triton_common import dependent_launch
 from infer.ops.triton_decode import FusedInput, decode_attention
 from infer.ops.triton_fused import fused_attention, fused_config, suits_fused

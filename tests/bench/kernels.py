@@ -27,7 +27,7 @@ from infer.ops import (
     triton_prefill,
     triton_step,
 )
-from infer.ops.sample import SamplingRows
+from infer.ops.sampling import SamplingRows
 from infer.weights import LayerWeights, Weights
 
 BYTES_PER_US = 4.8e6

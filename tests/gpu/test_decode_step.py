@@ -17,7 +17,8 @@ from infer.ops import (
     triton_tiles,
     triton_vector,
 )
-from infer.ops.sample import SampleFlags, SamplingRows, sample
+from infer.ops.sample import sample
+from infer.ops.sampling import SampleFlags, SamplingRows
 from infer.ops.triton_head import sample_head
 from infer.weights import LayerWeights, Weights
 from tests.gpu import reference

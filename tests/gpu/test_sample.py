@@ -7,7 +7,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from infer.ops.sample import SampleFlags, SamplingRows, sample
+from infer.ops.sample import sample
+from infer.ops.sampling import SampleFlags, SamplingRows
 from infer.ops.triton_sample import MAX_CANDIDATES, sample_rows
 from tests.ops.sampling import flags_of, random_rows, rows_of
 

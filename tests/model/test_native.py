@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.ops.sample import SampleFlags, SamplingRows, sample
+from infer.ops.sample import sample
+from infer.ops.sampling import SampleFlags, SamplingRows
 from tests.model.reference import (
     Driver,
     driver_of,

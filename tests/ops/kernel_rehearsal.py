@@ -17,7 +17,7 @@ from triton.runtime.driver import driver
 
 from infer import kernelcache, kernelworker
 from infer.ops import triton_norm, triton_sample
-from infer.ops.sample import SamplingRows
+from infer.ops.sampling import SamplingRows
 
 
 class Pretended(kernelworker.CompileOnly):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.ops.sample import SampleFlags, SamplingRows
+from infer.ops.sampling import SampleFlags, SamplingRows
 
 
 def rows_of(count: int, **values: float | Sequence[float] | Tensor) -> SamplingRows:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from infer.ops.sample import Sampled, SampleFlags, SamplingRows, best_shard, sample
+from infer.ops.sample import best_shard, sample
+from infer.ops.sampling import Sampled, SampleFlags, SamplingRows
 from tests.ops.sampling import flags_of, kept_tokens, random_rows, rows_of
 
 I32 = torch.int32

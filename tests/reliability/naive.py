@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infer.ops.sample import SampleFlags, sample
+from infer.ops.sample import sample
+from infer.ops.sampling import SampleFlags
 from infer.types import FinishReason, SamplingParams
 from tests.engine.models import reference
 from tests.ops.sampling import rows_of

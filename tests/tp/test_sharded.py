@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from infer.ops import sharded
-from infer.ops.sample import Sampled, SampleFlags, SamplingRows, sample
+from infer.ops.sample import sample
+from infer.ops.sampling import Sampled, SampleFlags, SamplingRows
 from infer.ops.sharded import Shard, sample_sharded
 from infer.parallel import TP
 
