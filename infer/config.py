@@ -99,7 +99,7 @@ class EngineConfig:
         None  # tokens a sequence may reach; None: model's, capped to the pool
     )
     max_num_seqs: int | None = None  # rows; None: 16 on CPU, 256 on CUDA
-    max_num_batched_tokens: int | None = None  # positions a step; None: 256 on CPU, 8192 on CUDA
+    max_num_batched_tokens: int | None = None  # positions a step; None: 128 on CPU, 8192 on CUDA
     block_size: int | None = None  # positions a KV block; None: 16 CPU, 64 triton, 256 flash_attn
     num_blocks: int | None = None  # None: from gpu_memory_utilization (CUDA) or 1 GiB (CPU)
     gpu_memory_utilization: float = 0.9

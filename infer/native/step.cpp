@@ -259,9 +259,6 @@ class Engine {
 
 extern "C" {
 
-// Columns of a panel.
-int32_t purestep_columns() { return COLUMNS; }
-
 size_t purestep_packed_bytes(const Matrix *matrix) { return matrix->bytes(); }
 
 void purestep_pack(const Matrix *matrix, const void *weights, void *panels) {

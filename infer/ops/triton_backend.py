@@ -12,6 +12,7 @@ from infer.batch import AttentionMeta
 from infer.kv import KVCache
 from infer.ops import LayerShape, triton_store
 from infer.ops.sampling import Sampled, SamplingRows
+from infer.ops.triton_common import dependent_launch
 from infer.ops.triton_decode import decode_attention
 from infer.ops.triton_head import sample_head
 from infer.ops.triton_plan import DecodeConfig, DecodePlan, decode_config, plan_decode
@@ -23,7 +24,6 @@ from infer.ops.triton_step import (
     decode_buffers,
     decode_layers,
     step_config,
-    uses_dependent_launch,
 )
 from infer.parallel import TP
 from infer.weights import Weights
@@ -184,4 +184,4 @@ class TritonDecode:
 
 def fused_decode(cos_sin: Tensor) -> TritonDecode:
     """Fused decode steps on the device of ``cos_sin``."""
-    return TritonDecode(cos_sin, uses_dependent_launch(cos_sin.device))
+    return TritonDecode(cos_sin, dependent_launch(cos_sin.device))

@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from infer.ops.triton_common import (
+    LOG2E,
+    MASKED,
     hopper_gluon,
     indices,
     launch_options,
@@ -23,8 +25,6 @@ from infer.ops.triton_common import (
 from infer.ops.triton_decode import FusedInput
 from infer.ops.triton_plan import DecodeConfig, DecodePlan
 
-LOG2E = gl.constexpr(1.4426950408889634)
-MASKED = gl.constexpr(-1.0e30)  # a score no real one reaches; finite, so that differences are too
 MAX_GROUP = 8  # query heads a KV head: a product has 16 rows, the lower half is not looked at
 
 

@@ -13,11 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.ops import LayerShape
-from infer.ops.sampling import Sampled, SamplingRows
-from infer.ops.triton_common import dependent_launch
 from infer.ops.triton_decode import FusedInput, decode_attention
 from infer.ops.triton_fused import fused_attention, fused_config, suits_fused
-from infer.ops.triton_head import sample_head
 from infer.ops.triton_matrix import matrix_config, matrix_linear, sum_norm
 from infer.ops.triton_norm import silu_mul
 from infer.ops.triton_plan import DecodeConfig, DecodePlan, decode_config
@@ -143,28 +140,11 @@ def many_layer(
     add_and_norm(_parts(b.activated, w.down, step.pdl), w.down_bias, next_norm)
 
 
-def decode_sample(
-    weights: Weights,
-    b: DecodeBuffers,
-    step: DecodeInputs,
-    sample_rows: Tensor,
-    positions: Tensor,
-    params: SamplingRows,
-) -> Sampled:
-    """Sample the next token of every row after ``decode_layers``; rows that truncate excluded."""
-    return sample_head(b.normed, weights.lm_head, sample_rows, positions, params, pdl=step.pdl)
-
-
 def step_config(num_seqs: int, k_cache: Tensor, shape: LayerShape) -> DecodeConfig:
     """How the plan of ``DecodeInputs`` divides the attention of ``num_seqs`` sequences."""
     if suits_fused(k_cache, shape.num_heads):
         return fused_config(num_seqs)
     return decode_config(num_seqs, k_cache.dtype.itemsize * 8)
-
-
-def uses_dependent_launch(device: torch.device) -> bool:
-    """Whether ``DecodeInputs.pdl`` may be set on this device."""
-    return dependent_launch(device)
 
 
 def attend(

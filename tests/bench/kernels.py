@@ -28,6 +28,8 @@ from infer.ops import (
     triton_step,
 )
 from infer.ops.sampling import SamplingRows
+from infer.ops.triton_common import dependent_launch
+from infer.ops.triton_head import sample_head
 from infer.weights import LayerWeights, Weights
 
 BYTES_PER_US = 4.8e6
@@ -104,7 +106,7 @@ def make_case(
     step = triton_step.DecodeInputs(
         plan=plan, block_tables=blocks, cos_sin=torch.randn(context, SHAPE.head_dim, device=device),
         slot_mapping=blocks[:, position // block_size] * block_size + position % block_size,
-        shape=SHAPE, pdl=pdl and triton_step.uses_dependent_launch(device),
+        shape=SHAPE, pdl=pdl and dependent_launch(device),
     )  # fmt: skip
     hidden = torch.randn(batch, HIDDEN, device=device, dtype=torch.bfloat16)
     words = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -137,9 +139,10 @@ def run_step(case: Case, start: Tensor) -> None:
 
 def sample(case: Case) -> None:
     """LM head and sampling."""
-    triton_step.decode_sample(
-        case.weights, case.buffers, case.step, case.seq_rows, case.context_lens, case.params
-    )
+    sample_head(
+        case.buffers.normed, case.weights.lm_head, case.seq_rows, case.context_lens, case.params,
+        pdl=case.step.pdl,
+    )  # fmt: skip
 
 
 def parts(case: Case) -> dict[str, tuple[Callable[[], None], float]]:

@@ -19,6 +19,7 @@ from infer.ops import (
 )
 from infer.ops.sample import sample
 from infer.ops.sampling import SampleFlags, SamplingRows
+from infer.ops.triton_common import dependent_launch
 from infer.ops.triton_head import sample_head
 from infer.weights import LayerWeights, Weights
 from tests.gpu import reference
@@ -277,7 +278,7 @@ def test_layers(device, dtype, bias, rows):
     step = triton_step.DecodeInputs(
         plan=plan, block_tables=pages[0].block_tables, cos_sin=cos_sin,
         slot_mapping=slots.to(torch.int32), shape=shape,
-        pdl=triton_step.uses_dependent_launch(device),
+        pdl=dependent_launch(device),
     )  # fmt: skip
     buffers = triton_step.decode_buffers(x, weights.layers[0], shape)
     for buffer in (buffers.normed, buffers.qkv, buffers.attended, buffers.activated):
