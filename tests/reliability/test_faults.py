@@ -311,4 +311,5 @@ def test_a_reader_that_stops_is_cut_off_at_its_deadline(caplog: pytest.LogCaptur
             server.notes.wait_for(lambda: len(server.notes.first) > 0)
             assert post(server.url, prompt="y", max_tokens=50).status_code == 200
             server.notes.wait_for(lambda: len(server.notes.requests) == 2)
+            server.notes.wait_for(lambda: len(server.notes.failures) > 0)  # told after the request
             assert FailureKind.DEADLINE in server.notes.failures
