@@ -25,7 +25,8 @@ def half(kind: str, **changes: Any) -> Callable[[str, str, Context], Row]:
         if changes.get("cuda_graphs") and c.model.device.type != "cuda":
             return not_run(name, title, "CUDA Graphs need a GPU")
         try:
-            make_ops(kind, c.model.config, c.model.device)
+            if kind != "auto":
+                make_ops(kind, c.model.config, c.model.device)
         except ConfigError as error:
             return not_run(name, title, str(error))
         model = c.subject.load(torch.bfloat16)

@@ -161,7 +161,7 @@ def test_a_replay_gives_the_bits_of_the_same_step_launched(shape: Shape) -> None
                 generator = torch.Generator("cuda").manual_seed(i)
                 cache.normal_(generator=generator)
             rows = row_state.make(limits, model.config.vocab_size, model.device)
-            rows.block_tables[:24] = torch.arange(24 * 3, dtype=torch.int32).view(24, 3).cuda()
+            rows.block_tables[:24, :3] = torch.arange(24 * 3, dtype=torch.int32).view(24, 3).cuda()
             sampling = not shape.decode
             if replayed:
                 pool = torch.cuda.graph_pool_handle()
