@@ -1,40 +1,63 @@
 """Fill Triton's cache on disk from several processes, before an engine compiles for itself.
 
 A rehearsal runs all that the engine will run, while a hook notes each kernel that is not compiled
-yet and keeps it from being compiled and launched. What was noted is compiled by the forks of one
-process, ``infer.kernelworker``: compiling holds the interpreter lock, so threads would not help.
-The engine then finds every kernel on disk.
+yet and keeps it from being compiled and launched. What was noted is compiled by forks of this
+process: compiling holds the interpreter lock, so threads would not help, and a new process would
+first import for seconds. The engine then finds every kernel on disk.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import logging
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+import multiprocessing
+import os
+import struct
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import triton
 import xxhash
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
-FEW = 4  # kernels that an engine compiles by itself before a worker has started
+FEW = 4  # kernels that an engine compiles by itself sooner than forks would
+RECORD = struct.Struct("=H")  # a job in the queue, the index of a kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One kernel to compile: where it is defined, and Triton's own account of one variant."""
+    """One kernel to compile, and Triton's own account of one variant."""
 
-    module: str
-    name: str
+    function: JITFunction[Any]
     variant: str  # JSON, for ``JITFunction.preload``
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOnly:
+    """As much of a Triton driver as compiling asks for: no GPU is touched."""
+
+    device: int
+    target: GPUTarget
+
+    def get_current_device(self) -> int:
+        """The device whose kernels these are."""
+        return self.device
+
+    def get_current_target(self) -> GPUTarget:
+        """What to compile for."""
+        return self.target
 
 
 @dataclass(slots=True)
@@ -82,7 +105,7 @@ def rehearse(rehearsal: Callable[[], None]) -> tuple[list[Wanted], set[str]]:
     sources: set[str] = set()
 
     def note(*, fn: Any, compile: Any, **_: Any) -> bool:
-        wanted[Wanted(fn.module, fn.name, compile["specialization_data"])] = None
+        wanted[Wanted(fn.jit_function, compile["specialization_data"])] = None
         sources.add(fn.jit_function.cache_key)
         return True  # do not compile, do not launch
 
@@ -103,27 +126,64 @@ def rehearse(rehearsal: Callable[[], None]) -> tuple[list[Wanted], set[str]]:
 
 def compile_all(wanted: list[Wanted]) -> bool:
     """Compile ``wanted`` into the cache on disk; says whether all of it is there."""
-    device = driver.active.get_current_device()
-    target = driver.active.get_current_target()
-    work = {
-        "device": device,
-        "target": [target.backend, target.arch, target.warp_size],
-        "kernels": [asdict(kernel) for kernel in wanted],
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "infer.kernelworker"], stdin=subprocess.PIPE, text=True
-    )
-    try:
-        process.communicate(json.dumps(work), TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.returncode:
+    jobs, queue = os.pipe()
+    for index in range(len(wanted)):
+        os.write(queue, RECORD.pack(index))  # a pipe holds thousands of them
+    os.close(queue)
+    here = CompileOnly(driver.active.get_current_device(), driver.active.get_current_target())
+    context = multiprocessing.get_context("fork")
+    size = min(len(wanted), len(os.sched_getaffinity(0)))
+    forks = [context.Process(target=_consume, args=(jobs, wanted, here)) for _ in range(size)]
+    with _forking():
+        for process in forks:
+            process.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    failed = sum(not _ended_well(process, deadline) for process in forks)
+    os.close(jobs)
+    if failed:
         logger.warning(
-            "compiling kernels ahead ended with status %d; the engine compiles what is missing",
-            process.returncode,
+            "%d of %d processes that compile kernels failed; the engine compiles what is missing",
+            failed,
+            size,
         )
-    return process.returncode == 0
+    return not failed
+
+
+@contextmanager
+def _forking() -> Iterator[None]:
+    """Forks get objects that nobody collects: to free a tensor of theirs would call CUDA."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        with warnings.catch_warnings():
+            # Other threads may hold locks for good in a fork. Compiling takes none of theirs, and
+            # a fork that hangs is killed in the end.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _ended_well(process: BaseProcess, deadline: float) -> bool:
+    process.join(max(deadline - time.monotonic(), 0.0))
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode == 0
+
+
+def _consume(jobs: int, wanted: list[Wanted], here: CompileOnly) -> None:
+    """Compile what the queue gives, until it is empty. Runs in a fork, which never calls CUDA."""
+    driver.set_active(here)
+    # Records come whole: they were written in one piece each and are shorter than PIPE_BUF.
+    while record := os.read(jobs, RECORD.size):
+        kernel = wanted[RECORD.unpack(record)[0]]
+        compiled = kernel.function.preload(kernel.variant)
+        if hasattr(nvidia, "make_launcher"):  # this Triton compiles C for each signature
+            nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def _marker(wanted: list[Wanted], sources: set[str]) -> Path:

@@ -7,20 +7,18 @@ process then found each of them on disk.
 from __future__ import annotations
 
 import json
-import sys
-from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from infer import kernelcache, kernelworker
+from infer import kernelcache
 from infer.ops import triton_norm, triton_sample
 from infer.ops.sampling import SamplingRows
 
 
-class Pretended(kernelworker.CompileOnly):
+class Pretended(kernelcache.CompileOnly):
     """A GPU that is asked for its stream as well, since launches begin with that."""
 
     def get_current_stream(self, device: int) -> int:
@@ -54,8 +52,7 @@ def main() -> None:
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     for kernel in wanted:
-        function: Any = getattr(sys.modules[kernel.module], kernel.name)
-        function.preload(kernel.variant)
+        kernel.function.preload(kernel.variant)
     # All are compiled in this process now: another rehearsal wants none, and launches none either,
     # for which this GPU would lack the means.
     again, _ = kernelcache.rehearse(launches)

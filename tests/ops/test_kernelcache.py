@@ -1,4 +1,4 @@
-"""Kernels are compiled ahead, in other processes and without a GPU, and found on disk."""
+"""Kernels are compiled ahead, in forks and without a GPU, and found on disk."""
 
 from __future__ import annotations
 
