@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict
-from importlib import metadata
 
 import torch
 
 from infer.config import GenerationDefaults
 from infer.initialize import kv_bytes_per_token
 from infer.model import Model
+from infer.provenance import versions
 from infer.state import EngineState
 from infer.types import EngineInfo
 from infer.weights import Weights
-
-PACKAGES = ("purestep", "torch", "triton", "transformers", "flash-attn", "numpy")
 
 
 def engine_info(model: Model, state: EngineState) -> EngineInfo:
@@ -38,7 +35,7 @@ def engine_info(model: Model, state: EngineState) -> EngineInfo:
         tp_size=model.tp.size,
         pipeline_depth=state.pipeline_depth,
         compiled=bool(config.compile),
-        versions={"python": platform.python_version(), **_versions()},
+        versions=versions(),
         config=asdict(model.config),
         model_path=model.path,
         sampling=_sampling(model.defaults),
@@ -63,13 +60,3 @@ def _weight_bytes(weights: Weights) -> int:
         tensors += [t for name in layer.__slots__ if (t := getattr(layer, name)) is not None]
     sizes = {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
     return sum(sizes.values())
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

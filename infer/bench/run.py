@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from infer.bench.workloads import (
 )
 from infer.errors import ConfigError
 from infer.llm import LLM
+from infer.provenance import commit, processor, versions
 
 WORKLOADS: dict[str, Callable[[LLM], list[Figure]]] = {
     "decode": bench_decode,
@@ -42,37 +40,21 @@ STANDARD = ("decode", "offline", "prefill")  # what runs when no workload is nam
 def conditions(llm: LLM) -> dict[str, Any]:
     """What a figure depends on: date, device, versions, commit, engine options."""
     model, state, link = llm.model, llm.state, llm.model.tp.link
-    cuda = model.device.type == "cuda"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    ).stdout.strip()
+    found = versions()
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(model.device)
-        if cuda
-        else platform.processor() or "cpu",
+        "device": processor(model.device),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
+        "python": found["python"],
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "commit": commit or "unknown",
+        "triton": found.get("triton"),
+        "commit": commit() or "unknown",
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "backend": state.runtime.ops.name,
         "engine": asdict(state.config),
         "ranks": [structs.asdict(report) for report in link.reports()] if link else [],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def markdown(figures: Sequence[Figure], where: dict[str, Any]) -> str:

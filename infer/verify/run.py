@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
-from pathlib import Path
 
 import torch
 
 from infer.errors import ConfigError
+from infer.provenance import commit, processor, versions
 from infer.verify.checks import CHECKS, Check
 from infer.verify.context import Context, make_context
 from infer.verify.half import half
@@ -85,35 +82,14 @@ def _made(check: Check, context: Context) -> Row:
 def _conditions(context: Context) -> dict[str, str]:
     """What a verdict depends on."""
     model = context.model
-    cuda = model.device.type == "cuda"
     found = {
         "model": model.name,
         "weights": "random" if context.subject.random else str(model.path),
-        "device": torch.cuda.get_device_name(model.device) if cuda else _processor(),
+        "device": processor(model.device),
         "threads": str(torch.get_num_threads()),
-        "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "paths": ", ".join(f"{p.num_prompt} + {p.num_generated}" for p in context.paths),
+        **versions(),
     }
-    for package in ("torch", "triton", "transformers", "flash-attn", "purestep"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    ).stdout.strip()
-    return {**found, "commit": commit} if commit else found
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "cpu"
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.machine()
+    revision = commit()
+    return {**found, "commit": revision} if revision else found
