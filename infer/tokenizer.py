@@ -21,6 +21,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from infer import chat_template as chat
+from infer.continued import OpenEnd, continued_field
 from infer.errors import CheckpointError, RequestError
 from infer.token_bytes import ByteTable, byte_table
 
@@ -164,24 +165,30 @@ class Tokenizer:
         messages: Sequence[chat.Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """The conversation as the model's text. ``variables`` reach the template by name.
 
-        For display; to generate, use ``encode_chat``, which knows who wrote what.
+        It ends where an answer begins (``add_generation_prompt``), or with the last message's text
+        (``continue_final_message``: true for its content, or a field's name), or with the last
+        message and what closes it. For display; to generate, use ``encode_chat``, which knows who
+        wrote what.
 
         Raises:
-            RequestError: no template, a message that is not text, or the template refuses.
+            RequestError: no template, a message that is not text, the template refuses, or the last
+                message cannot be continued.
         """
-        marked, mark = self._render(messages, add_generation_prompt, tools, variables)
-        return chat.split_marks(marked, mark)[0]
+        ending = (add_generation_prompt, continue_final_message)
+        return self._render(messages, ending, tools, variables)[0]
 
     def encode_chat(
         self,
         messages: Sequence[chat.Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int]:
@@ -195,8 +202,8 @@ class Tokenizer:
             RequestError: as ``apply_chat_template``, or the tokenizer itself makes a control token
                 out of ordinary text.
         """
-        marked, mark = self._render(messages, add_generation_prompt, tools, variables)
-        text, marks = chat.split_marks(marked, mark)
+        ending = (add_generation_prompt, continue_final_message)
+        text, marks = self._render(messages, ending, tools, variables)
         genuine, forged = chat.genuine_spellings(self._added_pattern, text, marks)
         if forged:
             ids = self._twin.encode(text, genuine)
@@ -208,10 +215,13 @@ class Tokenizer:
     def _render(
         self,
         messages: Sequence[chat.Message],
-        add_generation_prompt: bool,
+        ending: tuple[bool, bool | str],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
-    ) -> tuple[str, str]:
+    ) -> tuple[str, list[int]]:
+        """The text, and the offsets in it that carried a mark."""
+        add_generation_prompt, continue_final_message = ending
+        field = continued_field(continue_final_message, add_generation_prompt)
         name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"
         template = self._compiled.get(name)
         if template is None:
@@ -225,17 +235,24 @@ class Tokenizer:
         plain_variables = chat.check_variables(variables)
         mark = chat.unused_character(source, plain, plain_tools, plain_variables)
         control, every = self._markers
-        marked = chat.render(
+        marked = [
+            (every if message["role"] in chat.UNTRUSTED_ROLES else control).value(message, mark)
+            for message in plain
+        ]
+        open_end = None
+        if field is not None:
+            other = chat.unused_character(source, plain, plain_tools, plain_variables, mark)
+            open_end = OpenEnd.of(plain[-1], field, other)
+            open_end.put(marked[-1])
+        rendered = chat.render(
             template,
-            [
-                (every if message["role"] in chat.UNTRUSTED_ROLES else control).value(message, mark)
-                for message in plain
-            ],
+            marked,
             tools=control.value(plain_tools, mark),
             add_generation_prompt=add_generation_prompt,
             variables={**self.special_tokens, **control.value(plain_variables, mark)},
         )
-        return marked, mark
+        text, marks = chat.split_marks(rendered, mark)
+        return (text, marks) if open_end is None else open_end.cut(text, marks)
 
     def _check_controls(self, ids: Sequence[int], genuine: Sequence[str]) -> None:
         # Normalizers and unigram models can make a control token out of ordinary text.
