@@ -26,7 +26,7 @@ class ReasoningSplitter:
     """Splits ``<think>reasoning</think>content``. Both lose the blank lines around the tags.
 
     Only a tag at the very beginning opens reasoning, and reasoning without an end goes on to the
-    end of the answer.
+    end of the answer. An answer that was cut off can be taken up again with ``resume``.
     """
 
     def __init__(self, *, inside: bool = False) -> None:
@@ -34,6 +34,18 @@ class ReasoningSplitter:
         self._phase = _Phase.REASONING if inside else _Phase.START
         self._held = ""
         self._trim = inside  # drop newlines that come next
+        self._told = 0  # characters of the held reasoning that the reader has
+
+    def resume(self, text: str) -> str:
+        """Begin after ``text``, which the reader has; returns the part of it that is content."""
+        _, content = self.push(text)
+        if self._phase is _Phase.REASONING:
+            self._told = len(self._held)
+            return content
+        if self._phase is _Phase.START:  # blanks, or a piece of a tag, which is content
+            content, self._held = self._held, ""
+            self._phase = _Phase.CONTENT if text.strip() else _Phase.START
+        return content
 
     def push(self, text: str) -> tuple[str, str]:
         """The (reasoning, content) that ``text`` adds."""
@@ -46,14 +58,19 @@ class ReasoningSplitter:
                 self._phase = _Phase.CONTENT
         reasoning = self._reasoning() if self._phase is _Phase.REASONING else ""
         content = self._content() if self._phase is _Phase.CONTENT else ""
-        return reasoning, content
+        return self._untold(reasoning), content
 
     def flush(self) -> tuple[str, str]:
         """What was held back, at the end of the answer."""
         held, self._held = self._held, ""
         if self._phase is _Phase.REASONING:
-            return held.rstrip("\n"), ""
+            return self._untold(held.rstrip("\n")), ""
         return "", held.lstrip("\n") if self._trim else held
+
+    def _untold(self, reasoning: str) -> str:
+        told = min(self._told, len(reasoning))
+        self._told -= told
+        return reasoning[told:]
 
     def _enter(self, phase: _Phase, rest: str) -> None:
         self._phase, self._held, self._trim = phase, rest, True
@@ -93,6 +110,7 @@ class ToolCallParser:
 
     A call is reported once it is complete. What looks like one and is not (malformed JSON, no name)
     stays content. White space around calls is dropped, except once between two parts of content.
+    An answer that was cut off can be taken up again with ``resume``.
     """
 
     def __init__(self) -> None:
@@ -103,6 +121,15 @@ class ToolCallParser:
         self._trim = False  # a call came last, white space after it is dropped
         self._between = ""  # white space from before it, for content that may follow
         self._began = False  # some content was reported
+        self._told = 0  # characters of the content that comes next which the reader has
+
+    def resume(self, text: str) -> None:
+        """Begin after ``text``, which the reader has. A call that it leaves open is still read."""
+        self.push(text)
+        if self._trim:  # a call came last
+            self._gap = self._between = ""
+            self._held = self._held if self._inside else self._held.lstrip()
+        self._told = len(self._held) + (len(self._gap) + len(CALL) if self._inside else 0)
 
     def push(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
         """The content and the complete calls that ``text`` adds."""
@@ -142,6 +169,7 @@ class ToolCallParser:
         if call is None:
             return self._shown(f"{self._gap}{CALL}{body}{tag}")
         calls.append(call)
+        self._told = 0  # it was the beginning of this call
         if not self._trim:
             self._between = self._gap if self._began else ""
         self._trim = True
@@ -153,7 +181,9 @@ class ToolCallParser:
             self._trim = not content
             content = content and self._between + content
         self._began = self._began or bool(content)
-        return content
+        told = min(self._told, len(content))
+        self._told -= told
+        return content[told:]
 
     def _end_of_call(self) -> int | None:
         """Where the closing tag begins; one inside a JSON string closes nothing."""

@@ -21,6 +21,7 @@ class ChatFormat:
     model: str
     tokenizer: Tokenizer
     options: Options
+    role: str  # of the message that the answer is, or goes on with
     _begun: set[int] = field(default_factory=set)
 
     def whole(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -29,7 +30,7 @@ class ChatFormat:
         choices = []
         for choice in prompt.choices:
             total = choice.total
-            message: dict[str, Any] = {"role": "assistant", "content": total.content or None}
+            message: dict[str, Any] = {"role": self.role, "content": total.content or None}
             if not total.tool_calls:
                 message["content"] = total.content
             if total.reasoning:
@@ -59,7 +60,7 @@ class ChatFormat:
         delta: dict[str, Any] = {}
         if choice.index not in self._begun:
             self._begun.add(choice.index)
-            delta = {"role": "assistant", "content": ""}
+            delta = {"role": self.role, "content": ""}
         if news.delta.content:
             delta["content"] = news.delta.content
         if news.delta.reasoning:

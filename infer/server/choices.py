@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from infer.answers import ReasoningSplitter, ToolCall, ToolCallParser, opens_reasoning
-from infer.server.params import Options, ToolUse
+from infer.server.params import Lead, Options, ToolUse
 from infer.text import TextStream
 from infer.tokenizer import Tokenizer
 from infer.types import FinishEvent, FinishReason, TokenEvent
@@ -63,13 +63,18 @@ class PlainReader:
 class ChatReader:
     """Reasoning, then content, and calls of the tools that were offered."""
 
-    def __init__(self, *, inside: bool, use: ToolUse) -> None:
+    def __init__(self, *, inside: bool, use: ToolUse, said: str = "") -> None:
+        """``said``: text of the answer from before, which is not told again."""
         # An answer that was made to begin with a call is past its reasoning.
         self._splitter = ReasoningSplitter(inside=inside and not use.opening)
         self._calls = ToolCallParser() if use.tools else None
         self._num_calls = 0
         if self._calls is not None and use.opening:
             self._calls.push(use.opening)
+        if said:
+            content = self._splitter.resume(said)
+            if self._calls is not None:
+                self._calls.resume(content)
 
     def push(self, text: str) -> Delta:
         """Take the next text."""
@@ -147,11 +152,25 @@ def text_choice(tokenizer: Tokenizer, options: Options, index: int) -> Choice:
 
 
 def chat_choice(
-    tokenizer: Tokenizer, options: Options, index: int, *, prompt_ids: Sequence[int], use: ToolUse
+    tokenizer: Tokenizer,
+    options: Options,
+    index: int,
+    *,
+    prompt_ids: Sequence[int],
+    use: ToolUse,
+    lead: Lead,
 ) -> Choice:
-    """A choice of ``/v1/chat/completions``; ``prompt_ids`` end before ``use.opening``."""
-    stream = TextStream(tokenizer, options.params)
-    reader = ChatReader(inside=in_reasoning(tokenizer, prompt_ids), use=use)
+    """A choice of ``/v1/chat/completions``; ``prompt_ids`` end before ``use.opening``.
+
+    An answer that goes on with a message is read as if that text had been generated before it.
+    """
+    stream = TextStream(tokenizer, options.params, follows_text=bool(lead.text))
+    inside = lead.is_reasoning or (not lead.text and in_reasoning(tokenizer, prompt_ids))
+    reader = (
+        ChatReader(inside=inside, use=use, said=lead.text)
+        if lead.role == "assistant"
+        else PlainReader()
+    )
     return Choice(index, stream, reader, keep=not options.stream)
 
 

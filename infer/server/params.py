@@ -13,7 +13,9 @@ from infer.server.protocol import (
     ChatBody,
     ChatMessage,
     CompletionBody,
+    Conversation,
     GenerationBody,
+    TokenizeBody,
     Tool,
 )
 from infer.types import SamplingParams
@@ -82,6 +84,15 @@ class ToolUse:
     opening: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lead:
+    """The message an answer goes on with; without text, the answer is a message of its own."""
+
+    role: str = "assistant"
+    text: str = ""
+    is_reasoning: bool = False
+
+
 def check_model(name: str | None, served: tuple[str, ...]) -> None:
     """Raise 404 for another model than those served; leaving it out means the only one."""
     if name is not None and name not in served:
@@ -140,7 +151,8 @@ def tool_use_of(body: ChatBody, tools: list[dict[str, Any]] | None) -> ToolUse:
     """Which tools the model is offered, and how its answer must begin.
 
     Raises:
-        ApiError: a choice of a tool that was not given.
+        ApiError: a choice of a tool that was not given, or of one in an answer that goes on with
+            what is there.
     """
     choice = body.tool_choice
     if choice is None or choice == "auto":
@@ -149,6 +161,12 @@ def tool_use_of(body: ChatBody, tools: list[dict[str, Any]] | None) -> ToolUse:
         return ToolUse(tools=None)
     if not tools:
         raise bad_request("tool_choice needs tools", param="tool_choice")
+    if body.add_generation_prompt is False:
+        raise bad_request(
+            "tool_choice begins an answer with a call, and add_generation_prompt: false begins no "
+            "answer; set tool_choice to 'auto'",
+            param="tool_choice",
+        )
     if isinstance(choice, str):
         return ToolUse(tools=tools, opening=CALL_OPENING)
     refuse_unknown(choice)
@@ -158,6 +176,24 @@ def tool_use_of(body: ChatBody, tools: list[dict[str, Any]] | None) -> ToolUse:
             f"tool_choice names {name[:64]!r}, which is not a tool", param="tool_choice"
         )
     return ToolUse(tools=tools, opening=f'{CALL_OPENING}{name}", "arguments": ')
+
+
+def ending_of(body: Conversation | TokenizeBody) -> dict[str, Any]:
+    """How the conversation ends, as ``Tokenizer.encode_chat`` takes it."""
+    return {
+        "add_generation_prompt": body.add_generation_prompt is not False,
+        "continue_final_message": body.continue_final_message or False,
+    }
+
+
+def lead_of(body: Conversation, messages: list[dict[str, Any]]) -> Lead:
+    """What the answer goes on with, of ``messages`` that the tokenizer accepts."""
+    if not body.continue_final_message:
+        return Lead()
+    is_reasoning = body.continue_final_message == "reasoning_content"
+    last = messages[-1]
+    text = last.get("reasoning_content" if is_reasoning else "content") or ""
+    return Lead(role=last["role"], text=text, is_reasoning=is_reasoning)
 
 
 def refuse_unknown(body: Any) -> None:

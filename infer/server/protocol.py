@@ -15,6 +15,8 @@ Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Ids = Annotated[list[Int32], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
+# True: the content of the last message.
+ContinueFinal = bool | Literal["content", "reasoning_content"]
 
 
 class Body(BaseModel):
@@ -143,6 +145,8 @@ class Conversation(Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None  # true unless given
+    continue_final_message: ContinueFinal | None = None
 
 
 class ChatBody(GenerationBody, Conversation):
@@ -163,6 +167,8 @@ class TokenizeBody(Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: ContinueFinal | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -26,6 +26,8 @@ from infer.server.params import (
     chat_options,
     check_model,
     completion_options,
+    ending_of,
+    lead_of,
     messages_of,
     refuse_unknown,
     template_variables,
@@ -200,11 +202,11 @@ async def _chat(
     use = tool_use_of(body, tools)
     messages = messages_of(body.messages, services.config)
     variables = template_variables(body.chat_template_kwargs)
-
+    lead = lead_of(body, messages)
     tokenizer = services.tokenizer
 
     def encode() -> tuple[list[int], list[int]]:
-        ids = tokenizer.encode_chat(messages, tools=use.tools, **variables)
+        ids = tokenizer.encode_chat(messages, tools=use.tools, **ending_of(body), **variables)
         if not use.opening:
             return ids, []
         closing = f"\n{END_THINK}\n\n" if in_reasoning(tokenizer, ids) else ""
@@ -212,9 +214,11 @@ async def _chat(
 
     ids, opening = await services.pool.run(encode)
     answer_id = f"chatcmpl-{record.request_id}"
-    format = ChatFormat(answer_id, int(time.time()), services.model_names[0], tokenizer, options)
+    model = services.model_names[0]
+    format = ChatFormat(answer_id, int(time.time()), model, tokenizer, options, lead.role)
     choices = [
-        chat_choice(tokenizer, options, i, prompt_ids=ids, use=use) for i in range(options.params.n)
+        chat_choice(tokenizer, options, i, prompt_ids=ids, use=use, lead=lead)
+        for i in range(options.params.n)
     ]
     engine_id = _engine_id(answer_id)
     jobs = [Prompt(_request(engine_id, (*ids, *opening), options), choices)]
@@ -227,6 +231,11 @@ async def _tokenize(services: Services, body: TokenizeBody) -> dict[str, Any]:
     tokenizer = services.tokenizer
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", param="prompt")
+    ending = ending_of(body)
+    if body.prompt is not None and ending != ending_of(TokenizeBody()):
+        raise bad_request(
+            "add_generation_prompt and continue_final_message need messages", param="messages"
+        )
     special = body.add_special_tokens is not False
     variables = template_variables(body.chat_template_kwargs)
     tools = tools_of(body.tools, services.config)
@@ -235,7 +244,7 @@ async def _tokenize(services: Services, body: TokenizeBody) -> dict[str, Any]:
         if body.prompt is not None:
             return tokenizer.encode(body.prompt, special)
         messages = messages_of(body.messages or [], services.config)
-        return tokenizer.encode_chat(messages, tools=tools, **variables)
+        return tokenizer.encode_chat(messages, tools=tools, **ending, **variables)
 
     ids = await services.pool.run(encode)
     strings = [token_text(tokenizer, i) for i in ids] if body.return_token_strs else None

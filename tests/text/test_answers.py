@@ -76,6 +76,46 @@ def test_reasoning_is_not_held_back_longer_than_it_must() -> None:
     assert splitter.push("</think>\nx") == ("", "x")
 
 
+def test_reasoning_is_taken_up_again() -> None:
+    for said, new, told in (
+        ("<think>\nIt is", " so.\n</think>\n\nYes.", (" so.", "Yes.")),
+        ("<think>\nIt is\n", "so.", ("so.", "")),
+        ("<think>\nIt is </thi", "nk>Yes.", ("", "Yes.")),
+        ("<think>\nIt is </thi", "ng>", ("ng>", "")),
+        ("<think>\nIt is so.\n</think>", "\n\nYes.", ("", "Yes.")),
+        ("<think>\nIt is so.\n</think>\n\nYe", "s. <think>", ("", "s. <think>")),
+        ("Ye", "<think>s", ("", "<think>s")),
+        ("\n", "<think>\nIt is</think>so", ("It is", "so")),
+    ):
+        splitter = ReasoningSplitter()
+        splitter.resume(said)
+        found = [*(splitter.push(letter) for letter in new), splitter.flush()]
+        assert ("".join(r for r, _ in found), "".join(c for _, c in found)) == told
+
+
+def upper(text: str) -> str:
+    return "".join(letter for letter in text if letter.isupper())
+
+
+@FAST
+@given(
+    said=st.lists(st.sampled_from(["<think>", "</think>", "</thi", "\n", "a", " "]), max_size=8),
+    new=st.lists(st.sampled_from(["<think>", "</think>", "nk>", "\n", "A", " "]), max_size=8),
+    inside=st.booleans(),
+)
+def test_what_was_said_is_not_told_again(said: list[str], new: list[str], inside: bool) -> None:
+    """Letters of ``new`` are capitals: all of them are told, where one answer has them."""
+    before, after = "".join(said), "".join(new)
+    splitter = ReasoningSplitter(inside=inside)
+    splitter.resume(before)
+    reasoning, content = (
+        "".join(both) for both in zip(splitter.push(after), splitter.flush(), strict=True)
+    )
+    assert "a" not in reasoning + content
+    whole = split(before + after, [], inside=inside)
+    assert (upper(reasoning), upper(content)) == (upper(whole[0]), upper(whole[1]))
+
+
 def test_prompts_that_open_reasoning() -> None:
     assert opens_reasoning("<|im_start|>assistant\n<think>\n")
     assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -169,3 +209,47 @@ def test_content_is_not_held_back_longer_than_it_must() -> None:
     assert parser.push("b") == (" <b", ())
     assert parser.push(" <tool_call>{}") == ("", ())
     assert parser.push("</tool_call>c") == (" <tool_call>{}</tool_call>c", ())
+
+
+def resumed(said: str, new: str) -> tuple[str, list[ToolCall]]:
+    parser = ToolCallParser()
+    parser.resume(said)
+    found = [*(parser.push(letter) for letter in new), parser.flush()]
+    return "".join(c for c, _ in found), [call for _, calls in found for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("said", "new", "content", "calls"),
+    [
+        ("Paris is ", "nice.", "nice.", []),
+        ("Paris is", " nice.", " nice.", []),
+        ("a <", "b", "b", []),
+        ("a <tool_c", f"all>{call('f')[11:]}", "", [F]),
+        ('Yes.\n<tool_call>\n{"name": "f", "argu', 'ments": {}}\n</tool_call>', "", [F]),
+        ('Yes.\n<tool_call>\n{"name": "f", "argu', "ments!</tool_call>", "ments!</tool_call>", []),
+        (f"{call('f')} ", f"A {call('f')}", "A", [F]),
+        (f"{call('f')}\n<tool_call>", "A</tool_call>", "A</tool_call>", []),
+    ],
+)
+def test_tool_calls_are_taken_up_again(
+    said: str, new: str, content: str, calls: list[ToolCall]
+) -> None:
+    assert resumed(said, new) == (content, calls)
+
+
+PARTS = ["<tool_call>", "</tool_call>", "<to", "ol_call>", call("f"), "\n", '"', "{", " "]
+
+
+@FAST
+@given(
+    said=st.lists(st.sampled_from([*PARTS, "z"]), max_size=6).map("".join),
+    new=st.lists(st.sampled_from([*PARTS, "A"]), max_size=6).map("".join),
+)
+def test_what_was_said_before_a_call_is_not_told_again(said: str, new: str) -> None:
+    content, calls = resumed(said, new)
+    whole, expected = parse(said + new, [])
+    parser = ToolCallParser()
+    _, known = parser.push(said)
+    assert calls == expected[len(known) :]
+    assert upper(content) == upper(whole)
+    assert "z" not in content
