@@ -27,19 +27,10 @@ struct Pages {
     }
 };
 
-// Keys and values that come next, as far as they lie together: to be fetched meanwhile.
-struct Ahead {
-    const char *keys, *values;
-    int bytes = 0;
-
-    Ahead(const Pages &pages, int position, int count, int end)
-        : keys(pages.keys), values(pages.values) {
-        if (position >= end) return;
-        int page = position / pages.block_size, inside = position - page * pages.block_size;
-        ptrdiff_t at = ((ptrdiff_t)pages.table[page] * pages.block_size + inside) * pages.stride;
-        keys += at, values += at;
-        bytes = std::min({count, end - position, pages.block_size - inside}) * (int)pages.stride;
-    }
+// What a thread will most likely attend to after this: positions begin .. end.
+struct Upcoming {
+    Pages pages;
+    int begin, end;
 };
 
 struct AttentionScratch {
@@ -47,7 +38,7 @@ struct AttentionScratch {
     float *out;     // [MAX_TILE_ROWS, padded]
     float *part;    // [MAX_TILE_ROWS, padded], of one block of keys
     float *scores;  // [MAX_TILE_ROWS, KEYS]
-    float *keys;    // [KEYS / COLUMNS, head_dim, COLUMNS]
+    char *keys;     // [KEYS / COLUMNS] panels
     char *values;   // [KEYS, padded], as they are stored
     float *maxima;  // [MAX_TILE_ROWS]
     float *factors;  // [MAX_TILE_ROWS]
@@ -68,7 +59,7 @@ struct AttentionScratch {
         out = take(MAX_TILE_ROWS * padded);
         part = take(MAX_TILE_ROWS * padded);
         scores = take(MAX_TILE_ROWS * KEYS);
-        keys = take(KEYS * padded);
+        keys = (char *)take(KEYS * padded);
         values = (char *)take(KEYS * padded);
         totals = take(MAX_TILE_ROWS * LANES);
         maxima = take(MAX_TILE_ROWS);
@@ -80,35 +71,30 @@ static inline int first_seen(int position, int window) {
     return window > 0 ? std::max(0, position - window + 1) : 0;
 }
 
-// COLUMNS keys of one head, transposed to float32 [head_dim, COLUMNS]. Beyond `count` the last one
-// is repeated: pages that are not the sequence's own stay unread.
-static void lay_out_keys(const char *keys, const ptrdiff_t *at, int count, int head_dim, bool half,
-                         float *out) {
-    const char *rows[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) rows[c] = keys + at[std::min(c, count - 1)];
-    int per_word = half ? 2 : 1, words = head_dim / per_word, done = 0;
+// COLUMNS keys of one head, transposed: float32 [head_dim, COLUMNS], or as PAIRS
+// [head_dim / 2, COLUMNS]. Beyond `count` the last one is repeated: pages that are not the
+// sequence's own stay unread.
+static void lay_out_keys(const char *keys, const ptrdiff_t *at, const ptrdiff_t *next, int count,
+                         int words, char *out) {
+    int done = 0;
     for (; done + LANES <= words; done += LANES) {
-        for (int side = 0; side < 2; side++) {
+        const char *from = keys + done * sizeof(float);
+        for (int side = 0; side < COLUMNS; side += LANES) {
             Words square[LANES];
             for (int i = 0; i < LANES; i++) {
-                square[i] = load<Words>(rows[side * LANES + i] + done * sizeof(float));
+                int c = std::min(side + i, count - 1);
+                square[i] = load<Words>(from + at[c]);
+                __builtin_prefetch(from + next[c], 0, 2);
             }
             transpose(square);
-            for (int i = 0; i < LANES; i++) {
-                float *to = out + (ptrdiff_t)(done + i) * per_word * COLUMNS + side * LANES;
-                if (half) {
-                    store(to, low(square[i]));
-                    store(to + COLUMNS, high(square[i]));
-                } else {
-                    store(to, square[i]);
-                }
-            }
+            char *to = out + ((ptrdiff_t)done * COLUMNS + side) * sizeof(float);
+            for (int i = 0; i < LANES; i++) store(to + i * COLUMNS * sizeof(float), square[i]);
         }
     }
-    for (int d = done * per_word; d < head_dim; d++) {
+    for (; done < words; done++) {
         for (int c = 0; c < COLUMNS; c++) {
-            out[d * COLUMNS + c] = half ? widen(load<uint16_t>(rows[c] + d * sizeof(uint16_t)))
-                                              : load<float>(rows[c] + d * sizeof(float));
+            const char *from = keys + at[std::min(c, count - 1)] + done * sizeof(float);
+            store(out + ((ptrdiff_t)done * COLUMNS + c) * sizeof(float), load<uint32_t>(from));
         }
     }
 }
@@ -170,34 +156,47 @@ struct AttentionShape {
     int32_t group, head_dim, window;  // query heads of a KV head; 0: every position is visible
 };
 
+// Where the keys and values of a block are, and which to fetch meanwhile: bytes from the cache's
+// start.
+struct Block {
+    int first, keys, unseen;
+    ptrdiff_t at[KEYS], next[KEYS];
+};
+
 // One block of keys for the rows of one KV head, which begin at `row` of the scratch.
-static void attend_block(const Pages &pages, const AttentionShape &shape, int head, int block,
-                         int keys, int unseen, const ptrdiff_t *at, const Ahead &ahead,
-                         const Queries &part, const AttentionScratch &s, int row) {
+static void attend_block(const Pages &pages, const AttentionShape &shape, int head,
+                         const Block &block, const Queries &part, const AttentionScratch &s,
+                         int row) {
     int dim = shape.head_dim, size = pages.half ? 2 : 4, rows = part.count * shape.group;
-    int padded = (dim + COLUMNS - 1) / COLUMNS * COLUMNS, groups = (keys + COLUMNS - 1) / COLUMNS;
-    ptrdiff_t offset = (ptrdiff_t)head * dim * size;
-    for (int first = 0; first < keys; first += COLUMNS) {
-        lay_out_keys(pages.keys + offset, at + first, keys - first, dim, pages.half,
-                     s.keys + first * dim);
+    int padded = (dim + COLUMNS - 1) / COLUMNS * COLUMNS;
+    int groups = (block.keys + COLUMNS - 1) / COLUMNS, words = dim * size / 4;
+    ptrdiff_t offset = (ptrdiff_t)head * dim * size, panel_bytes = (ptrdiff_t)words * COLUMNS * 4;
+    for (int i = 0; i < groups; i++) {
+        int first = i * COLUMNS;
+        lay_out_keys(pages.keys + offset, block.at + first, block.next + first, block.keys - first,
+                     words, s.keys + i * panel_bytes);
     }
     float *scores = s.scores + row * KEYS;
-    TileArgs score{s.q + row * dim, dim, (const char *)s.keys, COLUMNS * sizeof(float), dim,
-                   scores, KEYS, groups, (ptrdiff_t)sizeof(float) * COLUMNS * dim};
-    score.ahead = ahead.keys, score.pace = ahead.bytes / dim;
-    in_tiles<false>(score, rows);
+    TileArgs score{s.q + row * dim, dim, s.keys, COLUMNS * 4, words, scores, KEYS, groups,
+                   panel_bytes};
+    pages.half ? in_tiles<PAIRS>(score, rows) : in_tiles<FLOATS>(score, rows);
     for (int r = 0; r < rows; r++) {
         int position = part.position + r / shape.group;
-        int from = first_seen(position, shape.window) - block, to = position + 1 - block;
+        int from = first_seen(position, shape.window) - block.first;
+        int to = position + 1 - block.first;
         s.factors[r] = weigh(scores + r * KEYS, groups * COLUMNS, from, to, s.maxima[row + r],
                              s.totals + (row + r) * LANES);
     }
-    lay_out_values(pages.values + offset, at + unseen, keys - unseen, dim * size, padded * size,
-                   s.values);
-    TileArgs value{scores + unseen, KEYS, s.values, (ptrdiff_t)padded * size, keys - unseen,
-                   s.part, padded, padded / COLUMNS, COLUMNS * size};
-    value.ahead = ahead.values, value.pace = ahead.bytes / value.depth;
-    pages.half ? in_tiles<true>(value, rows) : in_tiles<false>(value, rows);
+    TileArgs value{scores + block.unseen, KEYS, pages.values + offset, 0,
+                   block.keys - block.unseen, s.part, padded, padded / COLUMNS, COLUMNS * size};
+    value.at = block.at + block.unseen, value.next = block.next + block.unseen;
+    ptrdiff_t copied[KEYS];
+    if (padded > dim) {
+        for (int i = 0; i < value.steps; i++) copied[i] = (ptrdiff_t)i * padded * size;
+        lay_out_values(value.panel, value.at, value.steps, dim * size, padded * size, s.values);
+        value.panel = s.values, value.at = value.next = copied;
+    }
+    pages.half ? in_tiles<HALVES, true>(value, rows) : in_tiles<FLOATS, true>(value, rows);
     for (int r = 0; r < rows; r++) {
         float *out = s.out + (row + r) * padded, *sums = s.part + r * padded;
         for (int d = 0; d < padded; d += LANES) {
@@ -218,10 +217,22 @@ static void finish(const float *sums, int dim, bool half, float scale, float *ou
     }
 }
 
+// Where the keys of `count` positions from `first` are; after this sequence's `end`, those that
+// the thread will need next.
+static void find_next(const Pages &pages, const Upcoming &next, int first, int count, int end,
+                      ptrdiff_t *at) {
+    int own = std::clamp(end - first, 0, count);
+    pages.find(first, first + own, at);
+    int from = next.begin + std::max(first - end, 0);
+    int more = std::clamp(next.end - from, 0, count - own);
+    next.pages.find(from, from + more, at + own);
+    std::fill(at + own + more, at + count, own + more ? at[own + more - 1] : 0);
+}
+
 // q and out point at the first query's first head; strides are from token to token.
-static void attend(const Pages &pages, const AttentionShape &shape, const Queries &part,
-                   const float *q, ptrdiff_t q_stride, float *out, ptrdiff_t out_stride,
-                   const AttentionScratch &s) {
+static void attend(const Pages &pages, const Upcoming &next, const AttentionShape &shape,
+                   const Queries &part, const float *q, ptrdiff_t q_stride, float *out,
+                   ptrdiff_t out_stride, const AttentionScratch &s) {
     int dim = shape.head_dim, padded = (dim + COLUMNS - 1) / COLUMNS * COLUMNS;
     int rows = part.count * shape.group, all = rows * part.num_heads;
     for (int h = 0, row = 0; h < part.num_heads; h++) {
@@ -239,13 +250,12 @@ static void attend(const Pages &pages, const AttentionShape &shape, const Querie
     int begin = first_seen(part.position, shape.window), end = part.position + part.count;
     for (int block = begin / KEYS * KEYS; block < end; block += KEYS) {
         int keys = std::min(end - block, KEYS), unseen = std::max(begin - block, 0);
-        ptrdiff_t at[KEYS];
-        pages.find(block, block + keys, at);
-        int share = (KEYS + part.num_heads - 1) / part.num_heads;  // all heads of a position
+        Block b;
+        b.first = block, b.keys = keys, b.unseen = unseen;
+        pages.find(block, block + keys, b.at);
+        find_next(pages, next, block + KEYS, keys, end, b.next);
         for (int h = 0; h < part.num_heads; h++) {
-            Ahead ahead(pages, block + KEYS + h * share, share, end);
-            attend_block(pages, shape, part.head + h, block, keys, unseen, at, ahead, part, s,
-                         h * rows);
+            attend_block(pages, shape, part.head + h, b, part, s, h * rows);
         }
     }
     for (int h = 0, row = 0; h < part.num_heads; h++) {

@@ -6,63 +6,94 @@
 #include "pool.h"
 #include "vectors.h"
 
-// Outputs of all rows from `panels` panels of COLUMNS each: a panel is [depth][COLUMNS] with
-// `stride` bytes from one k to the next. bfloat16 panels hold column i in the low and column
-// i + LANES in the high half of word i. `ahead` is memory that will be read soon, and `pace` how
-// many bytes of it a k is worth.
+// How a panel holds its COLUMNS columns. HALVES: bfloat16, column i in the low and column i + LANES
+// in the high half of word i. PAIRS: bfloat16, one word a column, an even k in the low and the next
+// in the high half.
+enum Form { FLOATS, HALVES, PAIRS };
+
+// Outputs of all rows from `panels` panels, `panel_stride` bytes apart. A step is one k, of PAIRS
+// two; the numbers of step i are `stride` * i bytes from the panel's start or, where it is
+// `scattered`, at[i].
+//
+// What will be read soon is fetched meanwhile: `pace` bytes of `ahead` a step, or next[i].
 struct TileArgs {
     const float *x;
     ptrdiff_t x_stride;
     const char *panel;
     ptrdiff_t stride;
-    int depth;
+    int steps;
     float *out;
     ptrdiff_t out_stride;
     int panels = 1;
     ptrdiff_t panel_stride = 0;
     const char *ahead = nullptr;
     int pace = 0;
+    const ptrdiff_t *at = nullptr, *next = nullptr;
 };
 
-template <int ROWS, int PANELS, bool HALF>
+template <int ROWS, int VECTORS>
+static inline void accumulate(Vec (&acc)[ROWS][VECTORS], const Vec (&weights)[VECTORS],
+                              const float *x, ptrdiff_t x_stride) {
+    for (int r = 0; r < ROWS; r++) {
+        for (int c = 0; c < VECTORS; c++) acc[r][c] += weights[c] * x[r * x_stride];
+    }
+}
+
+template <int ROWS, int PANELS, Form FORM, bool SCATTERED>
 static void tile(const TileArgs &a) {
-    Vec acc[ROWS][2 * PANELS] = {};
+    constexpr int VECTORS = 2 * PANELS;
+    Vec acc[ROWS][VECTORS] = {};
     const char *panel = a.panel, *ahead = a.ahead;
-    for (int k = 0; k < a.depth; k++) {
-        Vec weights[2 * PANELS];
+    for (int i = 0; i < a.steps; i++) {
+        Vec weights[VECTORS];
+        Words pairs[VECTORS];
+        const char *row = SCATTERED ? panel + a.at[i] : panel;
         for (int p = 0; p < PANELS; p++) {
-            const char *from = panel + p * a.panel_stride;
-            if constexpr (HALF) {
+            const char *from = row + p * a.panel_stride;
+            if constexpr (FORM == HALVES) {
                 Words pair = load<Words>(from);
                 weights[2 * p] = low(pair), weights[2 * p + 1] = high(pair);
+            } else if constexpr (FORM == PAIRS) {
+                for (int c = 2 * p; c < 2 * p + 2; c++, from += sizeof(Vec)) {
+                    pairs[c] = load<Words>(from);
+                    weights[c] = low(pairs[c]);
+                }
             } else {
-                weights[2 * p] = load<Vec>(from), weights[2 * p + 1] = load<Vec>(from + sizeof(Vec));
+                weights[2 * p] = load<Vec>(from);
+                weights[2 * p + 1] = load<Vec>(from + sizeof(Vec));
+            }
+            if constexpr (SCATTERED) {
+                const char *soon = panel + a.next[i] + p * a.panel_stride;
+                for (int b = 0; b < (FORM == FLOATS ? 8 : 4) * LANES; b += LINE) {
+                    __builtin_prefetch(soon + b, 0, 2);
+                }
             }
         }
-        __builtin_prefetch(ahead, 0, 2);
-        for (int r = 0; r < ROWS; r++) {
-            float x = a.x[r * a.x_stride + k];
-            for (int c = 0; c < 2 * PANELS; c++) acc[r][c] += weights[c] * x;
+        if constexpr (!SCATTERED) __builtin_prefetch(ahead, 0, 2);
+        const float *x = a.x + (FORM == PAIRS ? 2 * i : i);
+        accumulate(acc, weights, x, a.x_stride);
+        if constexpr (FORM == PAIRS) {
+            for (int c = 0; c < VECTORS; c++) weights[c] = high(pairs[c]);
+            accumulate(acc, weights, x + 1, a.x_stride);
         }
-        panel += a.stride;
-        ahead += a.pace;
+        if constexpr (!SCATTERED) panel += a.stride, ahead += a.pace;
     }
     for (int r = 0; r < ROWS; r++) {
-        for (int c = 0; c < 2 * PANELS; c++) store(a.out + r * a.out_stride + c * LANES, acc[r][c]);
+        for (int c = 0; c < VECTORS; c++) store(a.out + r * a.out_stride + c * LANES, acc[r][c]);
     }
 }
 
 using Tile = void (*)(const TileArgs &);
 
-template <int PANELS, bool HALF, int... R>
+template <int PANELS, Form FORM, bool SCATTERED, int... R>
 static Tile pick(int rows, std::integer_sequence<int, R...>) {
-    static constexpr Tile tiles[] = {tile<R + 1, PANELS, HALF>...};
+    static constexpr Tile tiles[] = {tile<R + 1, PANELS, FORM, SCATTERED>...};
     return tiles[rows - 1];
 }
 
 // Any number of rows, cut into tiles of about equal size. A few rows take two panels at once: one
 // panel's additions would wait for each other.
-template <bool HALF>
+template <Form FORM, bool SCATTERED = false>
 static void in_tiles(TileArgs a, int rows) {
     using Few = std::make_integer_sequence<int, MAX_ROWS / 2>;
     using Many = std::make_integer_sequence<int, MAX_ROWS>;
@@ -73,10 +104,11 @@ static void in_tiles(TileArgs a, int rows) {
         TileArgs part = a;
         part.x += first * a.x_stride;
         part.out += first * a.out_stride;
-        part.ahead += (ptrdiff_t)i * a.depth * a.pace;
+        part.ahead += (ptrdiff_t)i * a.steps * a.pace;
         for (int p = 0; p < a.panels;) {
             int together = size <= MAX_ROWS / 2 && p + 1 < a.panels ? 2 : 1;
-            (together == 2 ? pick<2, HALF>(size, Few{}) : pick<1, HALF>(size, Many{}))(part);
+            (together == 2 ? pick<2, FORM, SCATTERED>(size, Few{})
+                           : pick<1, FORM, SCATTERED>(size, Many{}))(part);
             part.panel += together * a.panel_stride;
             part.out += together * COLUMNS;
             p += together;
@@ -153,7 +185,7 @@ static void multiply(Pool &pool, const Matrix &m, const float *x, ptrdiff_t x_st
             TileArgs args{x + first * x_stride, x_stride, panel, k_bytes, m.inputs,
                           sums + part * COLUMNS, width};
             args.ahead = ahead, args.pace = k_bytes;
-            m.half ? in_tiles<true>(args, count) : in_tiles<false>(args, count);
+            m.half ? in_tiles<HALVES>(args, count) : in_tiles<FLOATS>(args, count);
         }
         int column = group * COLUMNS, filled = std::min(COLUMNS, columns - column);
         for (int r = 0; r < count; r++) {

@@ -1,13 +1,15 @@
 // A few threads that run the numbered tasks of one phase after the other with their leader.
 //
-// Tasks are claimed one by one, so a thread whose core is busy elsewhere delays only what it has
-// claimed; if no thread ever comes, the leader does everything. That also holds in a forked child,
-// which has no threads.
+// Of `size` threads, thread i begins with tasks i, i + size, i + 2 * size, ... (where its cache
+// expects them) and then helps the others. Tasks are claimed one by one, so a thread whose core is
+// busy elsewhere delays only what it has claimed; if no thread ever comes, the leader does
+// everything. That also holds in a forked child, which has no threads.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -27,7 +29,7 @@ static inline void relax() {
 
 class Pool {
    public:
-    explicit Pool(int size) : process_(getpid()) {
+    explicit Pool(int size) : process_(getpid()), shares_(std::max(size, 1)) {
         try {
             for (int id = 1; id < size; id++) threads_.emplace_back([this, id] { work(id); });
         } catch (const std::system_error &) {
@@ -70,9 +72,12 @@ class Pool {
         task_ = &task;
         done_.store(0, std::memory_order_relaxed);
         phase_++;
-        ticket_.store(phase_ << 40 | (uint64_t)count << 20, std::memory_order_release);
-        while (help(0)) {
+        stride_ = size();
+        for (int id = stride_ - 1; id >= 0; id--) {
+            uint64_t share = (count - id + stride_ - 1) / stride_;
+            shares_[id].ticket.store(phase_ << 40 | share << 20, std::memory_order_release);
         }
+        help(0);
         int spins = 0;
         while (done_.load(std::memory_order_acquire) < count) wait(spins);
     }
@@ -81,18 +86,29 @@ class Pool {
     static constexpr uint64_t LIMIT = (1 << 20) - 1;
     static constexpr int SPINS = 4000;
 
-    // The ticket is (phase, tasks, next task) in one word: claiming it proves that the phase has
-    // not ended, and then it cannot end before this task has.
+    // A ticket is (phase, tasks, next task) in one word: claiming it proves that the phase has not
+    // ended, and then it cannot end before this task has been counted.
+    struct alignas(64) Share {
+        std::atomic<uint64_t> ticket{0};
+    };
+
+    // Whether there was anything to do.
     bool help(int id) {
-        uint64_t ticket = ticket_.load(std::memory_order_acquire);
-        while ((ticket & LIMIT) < (ticket >> 20 & LIMIT)) {
-            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel))
-                continue;
-            call_(task_, (int)(ticket & LIMIT), id);
-            done_.fetch_add(1, std::memory_order_release);
-            return true;
+        int done = 0, all = (int)shares_.size();
+        for (int i = 0; i < all; i++) {
+            int owner = (id + i) % all;
+            std::atomic<uint64_t> &ticket = shares_[owner].ticket;
+            uint64_t seen = ticket.load(std::memory_order_acquire);
+            while ((seen & LIMIT) < (seen >> 20 & LIMIT)) {
+                if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel))
+                    continue;
+                call_(task_, owner + (int)(seen & LIMIT) * stride_, id);
+                done++;
+                seen = ticket.load(std::memory_order_acquire);
+            }
         }
-        return false;
+        if (done) done_.fetch_add(done, std::memory_order_release);
+        return done > 0;
     }
 
     static void wait(int &spins) {
@@ -132,7 +148,8 @@ class Pool {
     uint64_t phase_ = 0;
     void (*call_)(const void *, int, int) = nullptr;
     const void *task_ = nullptr;
-    alignas(64) std::atomic<uint64_t> ticket_{0};
+    int stride_ = 1;  // threads there are
+    std::vector<Share> shares_;
     alignas(64) std::atomic<int> done_{0};
     alignas(64) std::atomic<bool> resting_{true};
     std::atomic<int> asleep_{0};

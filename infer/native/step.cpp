@@ -235,10 +235,17 @@ class Engine {
     void attention(const Step &s, const char *k_cache, const char *v_cache) {
         AttentionShape shape{m_.num_heads / m_.num_kv_heads, m_.head_dim, m_.window};
         ptrdiff_t stride = (ptrdiff_t)m_.num_kv_heads * m_.head_dim * (s.half ? 2 : 4);
-        pool_.run((int)queries_.size(), [&](int task, int thread) {
-            const Queries &part = queries_[task];
+        auto pages = [&](const Queries &part) {
             const int32_t *table = s.block_tables + (ptrdiff_t)s.seq_rows[part.seq] * s.table_width;
-            attend({k_cache, v_cache, table, s.block_size, s.half, stride}, shape, part,
+            return Pages{k_cache, v_cache, table, s.block_size, s.half, stride};
+        };
+        int tasks = (int)queries_.size();
+        pool_.run(tasks, [&](int task, int thread) {
+            const Queries &part = queries_[task];
+            int soon = task + pool_.size();
+            const Queries &later = queries_[soon < tasks ? soon : task];
+            int begin = first_seen(later.position, m_.window), end = later.position + later.count;
+            attend(pages(part), {pages(later), begin, soon < tasks ? end : begin}, shape, part,
                    qkv_ + (ptrdiff_t)part.token * qkv_size(), qkv_size(),
                    heads_ + (ptrdiff_t)part.token * q_size(), q_size(),
                    AttentionScratch(pointers_[thread], m_.head_dim));

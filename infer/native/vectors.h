@@ -15,6 +15,7 @@ constexpr int LANES = 8, MAX_ROWS = 6;
 constexpr int LANES = 4, MAX_ROWS = 12;
 #endif
 constexpr int COLUMNS = 2 * LANES;  // of a panel: two vectors
+constexpr int LINE = 64;            // bytes of memory that are fetched together
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
