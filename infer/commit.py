@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from infer import sequences
 from infer.blocks import Int32, Int64
+from infer.cohort import Cohort
 from infer.config import Limits
 from infer.host import Host, finish_event, generated, register_blocks, retire
 from infer.plan import Plan
@@ -51,7 +53,9 @@ def commit(
     """
     if not plan.sample_rows.size and not plan.finished:
         return Accepted(_NO_OBJECTS, _EMPTY, _EMPTY, _EMPTY, (), ()), _settled(host)
-    seqs = sequences.copy(host.seqs)
+    if plan.cohort is not None and _all_go_on(host, plan, plan.cohort, tokens, failed):
+        return _go_on(host, limits, plan, plan.cohort, tokens)
+    seqs = sequences.copy_for_tokens(host.seqs)
     rows = plan.sample_rows.astype(np.int64)  # numpy indexes with these several times faster
     current = seqs.epoch[rows] == plan.sample_epochs
     ended: dict[int, FinishEvent] = {}
@@ -74,10 +78,13 @@ def commit(
     )
     draft = Draft.of(host.pool, host.prefix)
     if limits.prefix_caching:
-        _register(seqs, draft, rows, ended, limits.block_size)
+        due, counts = _full_blocks(seqs, rows, ended, limits.block_size)
+        _register(seqs, draft, due, counts, limits.block_size)
         for row in failures:  # their KV may not be numbers either
             draft.forget(sequences.table(seqs, row))
-    retire(seqs, draft, list(ended))
+    if ended:  # else the rows stay what they were, and so does a cohort of theirs
+        seqs = sequences.copy(seqs)
+        retire(seqs, draft, list(ended))
     pool, index = draft.freeze()
     return accepted, replace(_settled(host), seqs=seqs, pool=pool, prefix=index)
 
@@ -85,6 +92,67 @@ def commit(
 _NOT_NUMBERS = "the model produced logits that are not numbers"
 _EMPTY = np.empty(0, np.int32)
 _NO_OBJECTS = np.empty(0, np.object_)
+
+
+def _all_go_on(
+    host: Host,
+    plan: Plan,
+    cohort: Cohort,
+    tokens: Int32,
+    failed: npt.NDArray[np.bool_] | None,
+) -> bool:
+    """Whether it is plain at once that every row accepts its token and none ends with it."""
+    return (
+        cohort.holds(host.seqs)
+        and plan.step < cohort.last_step
+        and not cohort.has_stops
+        and (failed is None or not np.count_nonzero(failed))
+        and cohort.eos.isdisjoint(tokens.tolist())
+    )
+
+
+def _go_on(
+    host: Host, limits: Limits, plan: Plan, cohort: Cohort, tokens: Int32
+) -> tuple[Accepted, Host]:
+    """``commit`` where every row of a cohort accepts its token and none ends."""
+    seqs, values = host.seqs, tokens.astype(np.int32)
+    own: dict[str, npt.NDArray[Any]] = {
+        "num_tokens": seqs.num_tokens + cohort.marks,
+        "num_pending": seqs.num_pending - cohort.marks,
+    }
+    outgrown = sequences.with_tokens(seqs, cohort.index, values.tolist())
+    if outgrown:
+        own["token_ids"] = seqs.token_ids.copy()
+        for row, array in outgrown.items():
+            own["token_ids"][row] = array
+    seqs, pool, index = sequences.changed(seqs, **own), host.pool, host.prefix
+    if limits.prefix_caching:
+        due, counts = _full_blocks(seqs, cohort.index, {}, limits.block_size)
+        if due.size:
+            seqs = sequences.copy_for_tokens(seqs)
+            draft = Draft.of(pool, index)
+            _register(seqs, draft, due, counts, limits.block_size)
+            pool, index = draft.freeze()
+    accepted = Accepted(
+        requests=cohort.requests,
+        choices=cohort.choices,
+        tokens=values,
+        sampled=cohort.order,
+        finished=plan.finished,
+        outputs=plan.outputs,
+    )
+    return accepted, Host(
+        waiting=host.waiting,
+        seqs=seqs,
+        pool=pool,
+        prefix=index,
+        step=host.step,
+        arrivals=host.arrivals,
+        in_flight=host.in_flight - 1,
+        aborts=host.aborts,
+        dirty=host.dirty,
+        cohort=host.cohort,
+    )
 
 
 def _settled(host: Host) -> Host:
@@ -132,16 +200,21 @@ def _own_stop(
     return stop
 
 
-def _register(
-    seqs: Sequences, draft: Draft, rows: Int64, ended: Mapping[int, FinishEvent], size: int
-) -> None:
-    """Index the blocks of ``rows`` that are full of known, computed tokens."""
+def _full_blocks(
+    seqs: Sequences, rows: Int64, ended: Mapping[int, FinishEvent], size: int
+) -> tuple[Int64, Int32]:
+    """Those of ``rows`` with blocks to index, and how many are full of known, computed tokens."""
     known = seqs.num_tokens[rows]
     if ended:
         # The last token of an ended sequence may have KV from a step launched before its end was
         # known; leaving it out keeps the index the same however far ahead steps are launched.
         known = known - np.isin(rows, list(ended))
     full = np.minimum(known, seqs.num_cached_tokens[rows]) // size
-    new = full > seqs.num_registered[rows]
-    for row, count in zip(rows[new].tolist(), full[new].tolist(), strict=True):
+    (new,) = (full > seqs.num_registered[rows]).nonzero()
+    return rows[new], full[new]
+
+
+def _register(seqs: Sequences, draft: Draft, rows: Int64, counts: Int32, size: int) -> None:
+    """Index the first ``counts[i]`` blocks of ``rows[i]``. Sequences donated."""
+    for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
         register_blocks(seqs, draft, row, count, size)

@@ -9,6 +9,7 @@ import numpy as np
 
 from infer import blocks, prefix, sequences
 from infer.blocks import BlockPool, Int32
+from infer.cohort import Cohort
 from infer.config import GenerationDefaults, Limits
 from infer.errors import RequestError, StateError
 from infer.persistent import Fifo
@@ -32,6 +33,7 @@ class Host:
     in_flight: int = 0  # steps launched and not collected
     aborts: Fifo[str] = field(default_factory=Fifo)  # request ids to end at the next step
     dirty: tuple[int, ...] = field(default=())  # rows the device has not heard of (fork, restore)
+    cohort: Cohort | None = None  # of the last step, if that was all rows decoding
 
 
 def make(limits: Limits) -> Host:

@@ -12,6 +12,7 @@ import numpy as np
 
 from infer import sequences
 from infer.blocks import Int32
+from infer.cohort import Cohort
 from infer.plan import Plan
 from infer.sequences import Sequences
 
@@ -50,6 +51,8 @@ class HostBatch:
 
 def build(plan: Plan, seqs: Sequences) -> HostBatch:
     """Arrays for ``plan``, from the host state its ``schedule`` returned."""
+    if plan.cohort is not None:
+        return _decode(plan, plan.cohort, seqs)
     q_lens, cached = plan.num_scheduled, plan.num_cached
     cu_seqlens_q = np.zeros(q_lens.size + 1, np.int32)
     np.cumsum(q_lens, out=cu_seqlens_q[1:])
@@ -71,6 +74,29 @@ def build(plan: Plan, seqs: Sequences) -> HostBatch:
         num_decode=plan.num_decode,
         max_seqlen_q=int(q_lens.max(initial=0)),
         max_seqlen_k=int(context_lens.max(initial=0)),
+    )
+
+
+def _decode(plan: Plan, cohort: Cohort, seqs: Sequences) -> HostBatch:
+    """The batch of a step in which every sequence computes the token it sampled last."""
+    size = plan.block_size
+    return HostBatch(
+        input_ids=cohort.zeros,
+        src_rows=cohort.rows,
+        positions=plan.num_cached,
+        slot_mapping=seqs.last_block[cohort.index] * size + plan.num_cached % size,
+        seq_rows=cohort.rows,
+        cu_seqlens_q=cohort.counts,
+        context_lens=plan.num_known,
+        logits_rows=cohort.order,
+        sample_logits=cohort.order,
+        sample_rows=cohort.rows,
+        sample_positions=plan.num_known,
+        prompt_rows=_EMPTY,
+        prompt_targets=_EMPTY,
+        num_decode=cohort.rows.size,
+        max_seqlen_q=1,
+        max_seqlen_k=int(plan.num_known.max()),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infer.blocks import Int32
+from infer.cohort import Cohort
 from infer.sequences import Need, Objects
 from infer.types import FinishEvent
 
@@ -61,6 +62,9 @@ class Plan:
     prefix_queries: int = 0
     prefix_hits: int = 0
     stalled: bool = False
+    cohort: Cohort | None = (
+        None  # its sequences, if they are all there are and decode what they said
+    )
 
     @property
     def num_sequences(self) -> int:

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from infer import sequences
+from infer import cohort, sequences, steady
 from infer.blocks import Int32, Int64
 from infer.config import Limits
 from infer.host import (
@@ -65,6 +65,11 @@ class _Round:
 
 def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
     """Decide the next step. Lengths in the returned state are those after its launch."""
+    return steady.next_step(host, limits) or _decide(host, limits)
+
+
+def _decide(host: Host, limits: Limits) -> tuple[Plan, Host]:
+    """The next step by all the rules."""
     r = _Round(
         seqs=sequences.copy(host.seqs),
         draft=Draft.of(host.pool, host.prefix),
@@ -91,6 +96,7 @@ def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
         in_flight=host.in_flight + 1,
         aborts=Fifo(),
         dirty=(),
+        cohort=plan.cohort,
     )
 
 
@@ -366,6 +372,7 @@ def _advance(r: _Round, host: Host) -> Plan:
     s.num_pending[rows[samples]] += 1
     sample_seqs, sample_rows = _sampling_rows(r, rows, samples)
     table_rows, table_columns, table_blocks = _table_changes(r, host.dirty)
+    eos = r.limits.defaults.eos_token_ids
     return Plan(
         step=host.step,
         rows=rows.astype(np.int32),
@@ -396,6 +403,7 @@ def _advance(r: _Round, host: Host) -> Plan:
         prefix_queries=r.prefix_queries,
         prefix_hits=r.prefix_hits,
         stalled=r.stalled,
+        cohort=None if r.rows else cohort.gather(s, rows, known, host.step, eos),
     )
 
 
