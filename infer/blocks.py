@@ -7,7 +7,8 @@ the arrays of the pool they are given, which must be the caller's own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -55,14 +56,14 @@ def take(pool: BlockPool, count: int) -> tuple[Int32, BlockPool]:
     top = pool.num_free - count
     taken = pool.free[top : pool.num_free][::-1].copy()
     pool.ref_count[taken] = 1
-    return taken, replace(pool, num_free=top)
+    return taken, _counted(pool, top, pool.num_reusable)
 
 
 def retain(pool: BlockPool, blocks: Int32) -> BlockPool:
     """Hold each of ``blocks`` (distinct) once more. ``ref_count`` donated."""
     revived = int(np.count_nonzero(pool.ref_count[blocks] == 0))
     pool.ref_count[blocks] += 1
-    return replace(pool, num_reusable=pool.num_reusable - revived)
+    return _counted(pool, pool.num_free, pool.num_reusable - revived)
 
 
 def release(pool: BlockPool, blocks: Int32) -> tuple[Int32, BlockPool]:
@@ -77,13 +78,16 @@ def release(pool: BlockPool, blocks: Int32) -> tuple[Int32, BlockPool]:
     kept = pool.cached[dead]
     reusable = dead[kept]
     pool = _free(pool, dead[~kept])
-    return reusable, replace(pool, num_reusable=pool.num_reusable + reusable.size)
+    return reusable, _counted(pool, pool.num_free, pool.num_reusable + reusable.size)
 
 
-def mark_cached(pool: BlockPool, block: int) -> None:
-    """The prefix index now has an entry for ``block``, which somebody holds. ``cached`` donated."""
-    assert pool.ref_count[block] > 0, "only a held block can enter the prefix index"
-    pool.cached[block] = True
+def mark_cached(pool: BlockPool, blocks: Sequence[int]) -> None:
+    """The prefix index now has entries for ``blocks``, which somebody holds. ``cached`` donated."""
+    index = np.array(blocks, np.int64)
+    assert np.count_nonzero(pool.ref_count[index]) == index.size, (
+        "only a held block can enter the prefix index"
+    )
+    pool.cached[index] = True
 
 
 def unmark_cached(pool: BlockPool, blocks: Int32) -> BlockPool:
@@ -93,13 +97,19 @@ def unmark_cached(pool: BlockPool, blocks: Int32) -> BlockPool:
     """
     pool.cached[blocks] = False
     unheld = blocks[pool.ref_count[blocks] == 0]
-    return replace(_free(pool, unheld), num_reusable=pool.num_reusable - unheld.size)
+    pool = _free(pool, unheld)
+    return _counted(pool, pool.num_free, pool.num_reusable - unheld.size)
 
 
 def _free(pool: BlockPool, blocks: Int32) -> BlockPool:
     end = pool.num_free + blocks.size
     pool.free[pool.num_free : end] = blocks
-    return replace(pool, num_free=end)
+    return _counted(pool, end, pool.num_reusable)
+
+
+def _counted(pool: BlockPool, num_free: int, num_reusable: int) -> BlockPool:
+    """``dataclasses.replace`` of the counts, at a third of its cost."""
+    return BlockPool(pool.free, pool.ref_count, pool.cached, num_free, num_reusable)
 
 
 def check(pool: BlockPool) -> None:

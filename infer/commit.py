@@ -208,7 +208,7 @@ def _full_blocks(
     if ended:
         # The last token of an ended sequence may have KV from a step launched before its end was
         # known; leaving it out keeps the index the same however far ahead steps are launched.
-        known = known - np.isin(rows, list(ended))
+        known[[i for i, row in enumerate(rows.tolist()) if row in ended]] -= 1
     full = np.minimum(known, seqs.num_cached_tokens[rows]) // size
     (new,) = (full > seqs.num_registered[rows]).nonzero()
     return rows[new], full[new]

@@ -10,7 +10,15 @@ K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
 
-NUM_SHARDS = 2048
+BRANCHES, SHARDS = 32, 64  # of a map, and of a branch
+LAST = BRANCHES * SHARDS - 1
+
+_Branches = tuple[tuple[dict[K, V], ...], ...]
+
+
+def _shard_of(key: object) -> int:
+    """A number up to LAST. Neighbouring integers share a shard, and so its copy."""
+    return (hash(key) >> 5) & LAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,40 +28,30 @@ class ShardedMap(Generic[K, V]):
     It has no iteration order to rely on, so nothing that must be deterministic iterates over it.
     """
 
-    shards: tuple[dict[K, V], ...] = field(default=({},) * NUM_SHARDS)
+    branches: _Branches[K, V] = field(default=(({},) * SHARDS,) * BRANCHES)
     size: int = 0
 
     def __len__(self) -> int:
         return self.size
 
     def __contains__(self, key: object) -> bool:
-        return key in self.shards[hash(key) % NUM_SHARDS]
+        shard = _shard_of(key)
+        return key in self.branches[shard // SHARDS][shard % SHARDS]
 
     def get(self, key: K) -> V | None:
         """The value of ``key``, or None."""
-        return self.shards[hash(key) % NUM_SHARDS].get(key)
+        shard = _shard_of(key)
+        return self.branches[shard // SHARDS][shard % SHARDS].get(key)
 
     def items(self) -> Iterator[tuple[K, V]]:
         """All pairs, in no particular order."""
-        for shard in self.shards:
-            if shard:
+        for branch in self.branches:
+            for shard in branch:
                 yield from shard.items()
 
     def edit(self) -> MapEdit[K, V]:
         """A private working copy: many changes, each shard copied once."""
         return MapEdit(self)
-
-    def set(self, key: K, value: V) -> ShardedMap[K, V]:
-        """This map with ``key`` bound to ``value``."""
-        edit = self.edit()
-        edit.set(key, value)
-        return edit.freeze()
-
-    def remove(self, key: K) -> ShardedMap[K, V]:
-        """This map without ``key``, which must be there."""
-        edit = self.edit()
-        edit.remove(key)
-        return edit.freeze()
 
 
 class MapEdit(Generic[K, V]):
@@ -66,35 +64,48 @@ class MapEdit(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """The value of ``key``, or None."""
-        shard = hash(key) % NUM_SHARDS
-        return self._owned.get(shard, self._base.shards[shard]).get(key)
-
-    def _own(self, key: K) -> dict[K, V]:
-        index = hash(key) % NUM_SHARDS
-        shard = self._owned.get(index)
+        number = (hash(key) >> 5) & LAST  # _shard_of, without a call
+        shard = self._owned.get(number)
         if shard is None:
-            shard = self._owned[index] = self._base.shards[index].copy()
+            shard = self._base.branches[number // SHARDS][number % SHARDS]
+        return shard.get(key)
+
+    def _own(self, number: int) -> dict[K, V]:
+        shard = self._base.branches[number // SHARDS][number % SHARDS].copy()
+        self._owned[number] = shard
         return shard
 
     def set(self, key: K, value: V) -> None:
         """Bind ``key`` to ``value``."""
-        owned = self._own(key)
-        self._size += key not in owned
-        owned[key] = value
+        number = (hash(key) >> 5) & LAST
+        shard = self._owned.get(number)
+        if shard is None:
+            shard = self._own(number)
+        before = len(shard)
+        shard[key] = value
+        self._size += len(shard) - before
 
     def remove(self, key: K) -> None:
         """Remove ``key``, which must be there."""
-        del self._own(key)[key]
+        number = _shard_of(key)
+        shard = self._owned.get(number)
+        del (self._own(number) if shard is None else shard)[key]
         self._size -= 1
 
     def freeze(self) -> ShardedMap[K, V]:
         """The edited map; the edit must not be used afterwards."""
         if not self._owned:
             return self._base
-        shards = list(self._base.shards)
-        for index, shard in self._owned.items():
-            shards[index] = shard
-        return ShardedMap(tuple(shards), self._size)
+        changed: dict[int, list[dict[K, V]]] = {}
+        for number, shard in self._owned.items():
+            branch = number // SHARDS
+            if branch not in changed:
+                changed[branch] = list(self._base.branches[branch])
+            changed[branch][number % SHARDS] = shard
+        branches = list(self._base.branches)
+        for branch, shards in changed.items():
+            branches[branch] = tuple(shards)
+        return ShardedMap(tuple(branches), self._size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,26 +166,43 @@ class Draft:
         self.pool = blocks.retain(self.pool, table)
 
     def register(
-        self, block: int, digest: bytes, parent: Entry | None, tokens: bytes, salt: str | None
-    ) -> Entry:
-        """Index ``block`` under ``digest``; an equal entry that is there already stays.
+        self,
+        table: Int32,
+        chain: Sequence[bytes],
+        parent: Entry | None,
+        data: bytes,
+        salt: str | None,
+    ) -> Entry | None:
+        """Index the blocks of ``table``, next after ``parent``; equal entries that are there stay.
 
-        Returns the entry that now stands for this prefix: the parent for the next block.
+        ``chain`` holds the digests of the first of them or of all, ``data`` their tokens (int32).
+        Returns the entry that now stands for the whole prefix: the parent for the next block.
         """
         parent_id = ROOT if parent is None else parent.entry_id
-        old = self.by_digest.get(digest)
-        if old is not None:
-            if old.parent_id == parent_id and old.tokens == tokens and old.salt == salt:
-                return old
-            self.drop([old])
-        entry = Entry(self.next_id, parent_id, block, digest, tokens, salt)
-        self.next_id += 1
-        self.by_digest.set(digest, entry)
-        self.by_block.set(block, entry)
-        self._own("cached")
-        blocks.mark_cached(self.pool, block)
-        self.registered.add(digest)
-        return entry
+        width = len(data) // max(1, table.size)
+        new: list[int] = []
+        for i, block in enumerate(table.tolist()):
+            tokens = data[i * width : (i + 1) * width]
+            digest = chain[i] if i < len(chain) else extended(parent, tokens, salt)
+            old = self.by_digest.get(digest)
+            if old is not None:
+                if old.parent_id == parent_id and old.tokens == tokens and old.salt == salt:
+                    parent, parent_id = old, old.entry_id
+                    continue
+                self.drop([old])
+                if old.block in new:  # its digest collides with a later one of the same chain
+                    new.remove(old.block)
+            parent = Entry(self.next_id, parent_id, block, digest, tokens, salt)
+            parent_id = self.next_id
+            self.next_id += 1
+            self.by_digest.set(digest, parent)
+            self.by_block.set(block, parent)
+            self.registered.add(digest)
+            new.append(block)
+        if new:
+            self._own("cached")
+            blocks.mark_cached(self.pool, new)
+        return parent
 
     def is_indexed(self, entry: Entry) -> bool:
         """Whether ``entry`` was neither evicted nor replaced."""

@@ -249,8 +249,7 @@ def _has_rows(r: _Round, item: WaitingRequest) -> bool:
     n = item.request.params.n
     if np.count_nonzero(r.seqs.status == FREE) < n:
         return False
-    needs_slot = sequences.sampling_needs(item.request.params) & Need.PENALTIES
-    return not needs_slot or len(free_slots(r.seqs, r.limits, n)) == n
+    return not item.need & Need.PENALTIES or len(free_slots(r.seqs, r.limits, n)) == n
 
 
 def _lookup(r: _Round, row: int, item: WaitingRequest | None) -> tuple[list[Entry], bool]:
@@ -307,7 +306,7 @@ def _place(r: _Round, item: WaitingRequest) -> int:
     n = request.params.n
     rows = np.flatnonzero(s.status == FREE)[:n].tolist()
     slots = [-1] * n
-    if sequences.sampling_needs(request.params) & Need.PENALTIES:
+    if item.need & Need.PENALTIES:
         slots = free_slots(s, r.limits, n)
     for choice, row in enumerate(rows):
         sequences.place(
@@ -319,6 +318,7 @@ def _place(r: _Round, item: WaitingRequest) -> int:
             rank=item.rank,
             max_total_tokens=item.max_total_tokens,
             digests=item.digests,
+            need=item.need,
             slot=slots[choice],
             status=RESERVED,
         )
@@ -333,7 +333,7 @@ def _chunk(r: _Round, row: int) -> int:
     """Allocate for as many positions of ``row`` as budget and pool allow; returns how many."""
     s, size = r.seqs, r.limits.block_size
     cached, held = int(s.num_cached_tokens[row]), int(s.num_blocks[row])
-    todo = int(s.num_total[row]) - cached
+    todo = int(s.num_tokens[row] + s.num_pending[row]) - cached
     if cached < held * size and r.draft.pool.ref_count[s.last_block[row]] > 1:
         if not r.draft.reserve(1):
             return 0

@@ -179,6 +179,7 @@ def place(
     rank: int,
     max_total_tokens: int,
     digests: tuple[bytes, ...],
+    need: Need,
     slot: int,
     status: int,
 ) -> None:
@@ -193,7 +194,7 @@ def place(
     seqs.num_hit_tokens[row] = -1
     seqs.num_preemptions[row] = seqs.num_blocks[row] = seqs.num_registered[row] = 0
     seqs.last_block[row] = 0
-    seqs.need[row] = sampling_needs(params)
+    seqs.need[row] = need
     seqs.slot[row] = slot
     seqs.rank[row] = rank
     seqs.stop_on_eos[row] = not params.ignore_eos
@@ -312,6 +313,7 @@ class WaitingRequest:
     digests: tuple[bytes, ...]
     max_total_tokens: int
     rank: int
+    need: Need
 
 
 @dataclass(frozen=True, slots=True)
