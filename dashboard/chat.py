@@ -108,6 +108,15 @@ class ChatPage:
             asked = replace(_asked(state), system=system)
             return await self._begin(request, asked, fields_of(thinking, values))
 
+        async def go_on(
+            request: gr.Request, state: Conversation, system: str, thinking: bool, *values: Any
+        ) -> list[Any]:
+            before = talks.cut_off(state)
+            if before is None:
+                return SKIP
+            asked = replace(talks.cut(state, len(state.messages) - 1), system=system)
+            return await self._begin(request, asked, fields_of(thinking, values), before=before)
+
         async def edit(
             data: gr.EditData,
             request: gr.Request,
@@ -137,6 +146,7 @@ class ChatPage:
             # Enter, pressed while a refusal is on its way, counts with what the page says then.
             p.box.submit(send, [p.box, *inputs], outputs, trigger_mode="always_last", **asks),
             p.bot.retry(retry, inputs, outputs, **asks),
+            p.bot.option_select(go_on, inputs, outputs, **asks),
             p.bot.edit(edit, inputs, outputs, trigger_mode="multiple", **asks),
         ):
             # The end of one chain may still run when the next one's comes: both must.
@@ -186,10 +196,13 @@ class ChatPage:
         asked: Conversation,
         fields: dict[str, Any] | None,
         text: str | None = None,
+        before: Message | None = None,
     ) -> list[Any]:
         """Show the question whose answer ``_grow`` will bring; ``text`` is left in the box.
 
-        Nothing happens without ``fields``: the user was told which setting is wrong.
+        The answer may be there in part: what was written ``before``. It stays in the browser's
+        storage as it is until there is more of it. Nothing happens without ``fields``: the user was
+        told which setting is wrong.
         """
         if fields is None:
             return SKIP
@@ -199,12 +212,15 @@ class ChatPage:
             return SKIP
         if not asked.messages:  # there is nothing to ask again
             return SKIP
-        self.turns.begin(session, asked, fields)
+        turn = self.turns.begin(session, asked, fields, before)
         box: dict[str, Any] = {"submit_btn": False, "stop_btn": True}
         if text is not None:
             box["value"] = text
         note = meter(None, "The engine is at work…")
-        return [asked, display(asked), gr.update(**box), note, talks.to_json(asked)]
+        if before is None:
+            return [asked, display(asked), gr.update(**box), note, talks.to_json(asked)]
+        shown = display(talks.add(asked, talks.reopened(before)))
+        return [turn.state, shown, gr.update(**box), note, gr.skip()]
 
     async def _keep(
         self, request: gr.Request, state: Conversation, edited: Conversation
@@ -222,8 +238,11 @@ class ChatPage:
         if turn is None:
             yield gr.skip()  # a generator that yields nothing would empty the conversation's view
             return
-        messages = talks.wire_messages(turn.asked)
-        stream = answer(self.api, self.pacer, messages, turn.fields, turn.stop)
+        if turn.before is None:
+            body: dict[str, Any] = {"messages": talks.wire_messages(turn.asked)}
+        else:
+            body = talks.wire_continued(turn.asked, talks.reopened(turn.before))
+        stream = answer(self.api, self.pacer, body, turn.fields, turn.stop, turn.before)
         try:
             async with aclosing(stream) as drafts:
                 async for message in drafts:

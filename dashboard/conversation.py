@@ -17,6 +17,7 @@ VERSION = 1
 MAX_TITLE = 60
 T = TypeVar("T")
 UNTITLED = "New conversation"
+CUT_OFF = ("length", "stopped", "error")  # the ends of an answer that was not complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,31 @@ def wire_messages(conversation: Conversation) -> list[dict[str, str]]:
         if message.text or message.role == "user"
     ]
     return messages
+
+
+def cut_off(conversation: Conversation) -> Message | None:
+    """The last answer, if it began and did not come to its own end; the model can go on with it."""
+    last = conversation.messages[-1] if conversation.messages else None
+    if last is None or last.stats is None or not (last.text or last.reasoning):
+        return None
+    return last if last.stats.finish_reason in CUT_OFF else None
+
+
+def reopened(message: Message) -> Message:
+    """A ``cut_off`` message as it was before its end: without half a character there."""
+    return replace(message, text=message.text.rstrip("\ufffd"), error=None, stats=None)
+
+
+def wire_continued(conversation: Conversation, message: Message) -> dict[str, Any]:
+    """The fields of a request that goes on with ``message`` after ``conversation``."""
+    last = {"role": "assistant", "content": message.text}
+    if message.reasoning:
+        last["reasoning_content"] = message.reasoning
+    return {
+        "messages": [*wire_messages(conversation), last],
+        "add_generation_prompt": False,
+        "continue_final_message": True if message.text else "reasoning_content",
+    }
 
 
 def to_json(conversation: Conversation) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dashboard.conversation import Conversation, Message, Stats
+from dashboard.conversation import Conversation, Message, Stats, cut_off
 
 FINISH = {
     "stop": "complete",
@@ -12,11 +12,15 @@ FINISH = {
     "stopped": "stopped by you",
     "error": "failed",
 }
+CONTINUE = {"label": "Continue", "value": "continue"}
 
 
 def display(conversation: Conversation) -> list[dict[str, Any]]:
-    """Messages as ``gr.Chatbot`` takes them."""
-    return [entry for message in conversation.messages for entry in _entries(message)]
+    """Messages as ``gr.Chatbot`` takes them; the model can be asked to go on with the last one."""
+    entries = [entry for message in conversation.messages for entry in _entries(message)]
+    if cut_off(conversation) is not None:
+        entries[-1] = {**entries[-1], "options": [CONTINUE]}
+    return entries
 
 
 def message_index(conversation: Conversation, entry_index: int) -> int | None:

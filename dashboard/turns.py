@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from dashboard.conversation import Conversation
+from dashboard import conversation as talks
+from dashboard.conversation import Conversation, Message
 
 PATIENCE_S = 5.0  # for a turn that was left and is about to end
 
@@ -39,6 +40,7 @@ class Turn:
     phase: Phase = Phase.ASKED
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    before: Message | None = None  # the answer that goes on; ``asked`` ends before it
     instead: Conversation | None = None  # what the tab shows by now, if it was left
     kept: bool = True  # what was written before it was left
 
@@ -59,10 +61,18 @@ class Turns:
                 return False
         return session not in self._running
 
-    def begin(self, session: str, asked: Conversation, fields: Mapping[str, Any]) -> None:
-        """Begin a turn of a session that is ``free``."""
+    def begin(
+        self,
+        session: str,
+        asked: Conversation,
+        fields: Mapping[str, Any],
+        before: Message | None = None,
+    ) -> Turn:
+        """Begin a turn of a session that is ``free``; it may go on with the answer ``before``."""
         assert session not in self._running
-        self._running[session] = Turn(asked, fields, asked)
+        state = asked if before is None else talks.add(asked, before)
+        turn = self._running[session] = Turn(asked, fields, state, before=before)
+        return turn
 
     def take(self, session: str) -> Turn | None:
         """The turn whose answer shall grow now; None if there is none, or it grows already."""

@@ -137,18 +137,25 @@ class FakeEngine:
         )  # fmt: skip
 
     def _answer(self, body: dict[str, Any]) -> tuple[str, list[str]]:
-        question = body["messages"][-1]["content"]
+        *_, said = body["messages"]
+        going_on = body.get("continue_final_message", False)
+        question = body["messages"][-2 if going_on else -1]["content"]
         thinking = body.get("chat_template_kwargs", {}).get("enable_thinking", True)
         reasoning = "Let me think about it." if thinking and "think" in question else ""
         if "hostile" in question:
             return reasoning, [HOSTILE]
         if "rich" in question:
             return reasoning, [RICH[i : i + 6] for i in range(0, len(RICH), 6)]
-        count = 2000 if "long" in question else 12
-        return reasoning, [f"word{i} " for i in range(min(count, body.get("max_tokens") or count))]
+        words = [f"word{i} " for i in range(2000 if "long" in question else 12)]
+        if going_on == "reasoning_content":
+            reasoning = reasoning[len(said["reasoning_content"]) :].strip()
+        elif going_on:
+            reasoning, words = "", words[len(said["content"].split()) :]
+        return reasoning, words
 
     async def _chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
         reasoning, words = self._answer(body)
+        whole, words = words, words[: body.get("max_tokens") or len(words)]
         self.running += 1
         try:
             for piece in reasoning.split(" ") if reasoning else ():
@@ -157,8 +164,10 @@ class FakeEngine:
             for word in words:
                 yield _event([{"index": 0, "delta": {"content": word}}])
                 await asyncio.sleep(self.token_s)
-            yield _event([{"index": 0, "delta": {}, "finish_reason": "stop"}])
-            yield _event([], usage=_usage(32, len(words)))
+            reason = "stop" if words == whole else "length"
+            yield _event([{"index": 0, "delta": {}, "finish_reason": reason}])
+            known = body["messages"][-1]["content"] if body.get("continue_final_message") else ""
+            yield _event([], usage=_usage(32 + len(known.split()), len(words)))
             yield "data: [DONE]\n\n"
         finally:
             self.running -= 1
