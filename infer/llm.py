@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -112,7 +112,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many through the model's chat template.
 
-        ``template`` goes to the template, for example ``enable_thinking=False``.
+        ``template`` goes to ``Tokenizer.encode_chat`` and through it to the template, for example
+        ``enable_thinking=False``, or ``continue_final_message=True, add_generation_prompt=False``.
         """
         many = bool(messages) and not isinstance(messages[0], Mapping)
         chats: Any = messages if many else [messages]
@@ -213,15 +214,25 @@ class LLM:
         self.state = engine.submit(self.state, requests)
         return {r.request_id: OutputBuilder(r, self.model.tokenizer, arrival) for r in requests}
 
-    def _steps(self, builders: Mapping[str, OutputBuilder]) -> Iterator[Report]:
-        """Run to the end; however this is left, nothing of the requests stays behind."""
+    def _steps(
+        self, builders: Mapping[str, OutputBuilder], check: Callable[[], None] | None = None
+    ) -> Iterator[Report]:
+        """Run to the end; however this is left, nothing of the requests stays behind.
+
+        A Ctrl-C is held back during a step. ``check`` raises one that the caller holds back, for a
+        caller that does not let others run between steps.
+        """
         tickets: tuple[Ticket, ...] = ()
         failed = False
         try:
             while engine.has_work(self.state):
                 began = time.monotonic()
-                with deferred_interrupt():
+                if check is None:
+                    with deferred_interrupt():
+                        self.state, tickets, reports = advance(self.model, self.state, tickets)
+                else:
                     self.state, tickets, reports = advance(self.model, self.state, tickets)
+                    check()
                 for report in reports:
                     for name in report.plan.admitted:
                         builders[name].scheduled(began)
@@ -244,8 +255,9 @@ class LLM:
         builders = self._start(requests)
         by_token = any(r.params.logprobs is not None for r in requests)
         num_tokens, started = 0, time.monotonic()
-        with tqdm(total=len(requests), unit="req", desc="Generating", disable=not progress) as bar:
-            for report in self._steps(builders):
+        bar = tqdm(total=len(requests), unit="req", desc="Generating", disable=not progress)
+        with bar, deferred_interrupt() as check:
+            for report in self._steps(builders, check):
                 _take(report, builders, by_token)
                 num_tokens += report.stats.num_generated_tokens
                 names = {finish.request_id for finish in report.accepted.finished}
@@ -272,9 +284,10 @@ def _take(report: Report, builders: Mapping[str, OutputBuilder], by_token: bool)
             builders[event.request_id].push(event)
         return
     plan, now = report.plan, report.stats.time
-    sampling = plan.samples
-    for i in sampling[plan.num_known[sampling] == plan.num_prompt[sampling]].tolist():
-        builders[plan.requests[i].request_id].first_token(now)
+    if plan.cohort is None:
+        sampling = plan.samples
+        for i in sampling[plan.num_known[sampling] == plan.num_prompt[sampling]].tolist():
+            builders[plan.requests[i].request_id].first_token(now)
     for event in report.prompt_logprobs:
         builders[event.request_id].push(event)
     accepted = report.accepted

@@ -83,6 +83,30 @@ def test_a_conversation_with_a_model(open_page: Callable[..., Any], url: str) ->
         expect.set_options(timeout=5_000)
 
 
+def test_an_answer_cut_and_continued_is_the_answer_uncut(
+    open_page: Callable[..., Any], url: str
+) -> None:
+    page = open_page(url=f"{url}/ui/")
+    page.set_default_timeout(120_000)
+    page.locator("#chat-temperature input[type=number]").fill("0")
+    line = page.locator("#bot .thought-group").last
+
+    def asked(tokens: int) -> str:
+        page.get_by_role("button", name="New conversation").click()
+        expect(page.locator("#bot [data-testid=user]")).to_have_count(0)
+        page.locator("#chat-max-tokens input").fill(str(tokens))
+        ask(page, "What is a lighthouse?")
+        expect(line).to_contain_text(f"· {tokens} tokens", timeout=60_000)
+        return str(page.locator(BOT).first.inner_text()).splitlines()[0]
+
+    whole, begun = asked(24), asked(8)
+    assert whole.startswith(begun) and whole != begun
+    page.locator("#chat-max-tokens input").fill("16")
+    page.get_by_role("button", name="Continue", exact=True).click()
+    expect(line).to_contain_text("· 24 tokens", timeout=60_000)
+    assert page.locator(BOT).first.inner_text().splitlines()[0] == whole
+
+
 def test_tokens_have_probabilities(open_page: Callable[..., Any], url: str) -> None:
     page = open_page(url=f"{url}/ui/")
     page.set_default_timeout(120_000)
