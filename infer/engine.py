@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -100,7 +101,7 @@ def _launch(model: Model, state: EngineState) -> tuple[EngineState, Ticket]:
     # Where launching waits for nothing it is the host's work; else it is the device's.
     launched = time.monotonic() if state.runtime.asynchronous else built
     ticket = Ticket(plan.step, plan, pending, launched=launched, host_s=launched - started)
-    return _advanced(replace(state, host=host, kv=kv, rows=rows)), ticket
+    return _advanced(state, host=host, kv=kv, rows=rows), ticket
 
 
 def collect(model: Model, state: EngineState, ticket: Ticket) -> tuple[EngineState, Report]:
@@ -140,7 +141,7 @@ def _collect(model: Model, state: EngineState, ticket: Ticket) -> tuple[EngineSt
     done = time.monotonic()
     stats = _stats(host, ticket, accepted, state.runtime.take_counters(), ready, done)
     report = Report(ticket.plan, accepted, stats, values.logprobs, prompts)
-    return _advanced(replace(state, host=host, prompt_parts=parts)), report
+    return _advanced(state, host=host, prompt_parts=parts), report
 
 
 def step(model: Model, state: EngineState) -> tuple[EngineState, Report]:
@@ -162,9 +163,9 @@ def _noted(state: EngineState, event: Happening) -> Outside | None:
     return None if state.outside is None else state.outside.noted(event)
 
 
-def _advanced(state: EngineState) -> EngineState:
+def _advanced(state: EngineState, **changes: Any) -> EngineState:
     state.runtime.generation += 1
-    return replace(state, generation=state.runtime.generation)
+    return replace(state, generation=state.runtime.generation, **changes)
 
 
 def _stats(
@@ -176,16 +177,20 @@ def _stats(
     done: float,
 ) -> StepStats:
     plan, pool = ticket.plan, host.pool
-    decode = plan.num_cached >= plan.num_prompt
     graph_hit, num_recompiles = counters
-    waiting = len(host.waiting) + int(np.count_nonzero(host.seqs.status == 2))
+    _, running, preempted, reserved = np.bincount(host.seqs.status, minlength=4).tolist()
+    if plan.cohort is not None:
+        num_decode = num_tokens = plan.num_sequences
+    else:
+        num_decode = int(plan.num_scheduled[plan.num_cached >= plan.num_prompt].sum())
+        num_tokens = plan.num_tokens
     return StepStats(
         step=plan.step,
         time=done,
-        num_running=int(np.count_nonzero((host.seqs.status == 1) | (host.seqs.status == 3))),
-        num_waiting=waiting,
-        num_prefill_tokens=int(plan.num_scheduled[~decode].sum()),
-        num_decode_tokens=int(plan.num_scheduled[decode].sum()),
+        num_running=running + reserved,
+        num_waiting=len(host.waiting) + preempted,
+        num_prefill_tokens=num_tokens - num_decode,
+        num_decode_tokens=num_decode,
         num_sequences=plan.num_sequences,
         num_generated_tokens=int(accepted.tokens.size),
         num_preempted=len(plan.preempted),
@@ -207,6 +212,8 @@ def _prompt_logprobs(
 ) -> tuple[dict[str, tuple[tuple[int, LogprobArrays], ...]], tuple[PromptLogprobsEvent, ...]]:
     """Keep a chunk's prompt log-probabilities; whole prompts leave as events."""
     if values is None:
+        if not state.prompt_parts:
+            return {}, ()
         live = state.host.seqs.rows_of
         return {k: v for k, v in state.prompt_parts.items() if k in live}, ()
     parts = dict(state.prompt_parts)
