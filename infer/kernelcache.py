@@ -12,6 +12,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import signal
 import struct
 import time
 import warnings
@@ -133,7 +134,11 @@ def compile_all(wanted: list[Wanted]) -> bool:
     here = CompileOnly(driver.active.get_current_device(), driver.active.get_current_target())
     context = multiprocessing.get_context("fork")
     size = min(len(wanted), len(os.sched_getaffinity(0)))
-    forks = [context.Process(target=_consume, args=(jobs, wanted, here)) for _ in range(size)]
+    parent = os.getpid()
+    forks = [
+        context.Process(target=_consume, args=(jobs, wanted, here, parent), daemon=True)
+        for _ in range(size)
+    ]
     with _forking():
         for process in forks:
             process.start()
@@ -175,11 +180,15 @@ def _ended_well(process: BaseProcess, deadline: float) -> bool:
     return process.exitcode == 0
 
 
-def _consume(jobs: int, wanted: list[Wanted], here: CompileOnly) -> None:
-    """Compile what the queue gives, until it is empty. Runs in a fork, which never calls CUDA."""
+def _consume(jobs: int, wanted: list[Wanted], here: CompileOnly, parent: int) -> None:
+    """Compile what the queue gives, until it is empty or the parent is gone.
+
+    Runs in a fork, which never calls CUDA.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is the parent's to tell of
     driver.set_active(here)
     # Records come whole: they were written in one piece each and are shorter than PIPE_BUF.
-    while record := os.read(jobs, RECORD.size):
+    while os.getppid() == parent and (record := os.read(jobs, RECORD.size)):
         kernel = wanted[RECORD.unpack(record)[0]]
         compiled = kernel.function.preload(kernel.variant)
         if hasattr(nvidia, "make_launcher"):  # this Triton compiles C for each signature
