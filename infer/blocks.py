@@ -83,11 +83,8 @@ def release(pool: BlockPool, blocks: Int32) -> tuple[Int32, BlockPool]:
 
 def mark_cached(pool: BlockPool, blocks: Sequence[int]) -> None:
     """The prefix index now has entries for ``blocks``, which somebody holds. ``cached`` donated."""
-    index = np.array(blocks, np.int64)
-    assert np.count_nonzero(pool.ref_count[index]) == index.size, (
-        "only a held block can enter the prefix index"
-    )
-    pool.cached[index] = True
+    for block in blocks:  # most often a single one
+        pool.cached[block] = True
 
 
 def unmark_cached(pool: BlockPool, blocks: Int32) -> BlockPool:

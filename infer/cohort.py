@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from infer.blocks import Int32, Int64
-from infer.sequences import FREE, Int8, Need, Objects, Sequences
+from infer.sequences import FREE, Int8, Objects, Sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Cohort:
     num_prompt: Int32  # i32[N]
     choices: Int32  # i32[N]
     requests: Objects  # object[N], Request
-    need: Need  # union
+    need: int  # Need flags, the union
     eos: frozenset[int]  # tokens that may end one of them
     has_stops: bool  # one of them has stop token ids or stop strings of its own
 
@@ -72,7 +72,7 @@ def gather(
         num_prompt=num_prompt,
         choices=seqs.choice[index],
         requests=seqs.request[index],
-        need=Need(int(np.bitwise_or.reduce(seqs.need[index]))),
+        need=int(np.bitwise_or.reduce(seqs.need[index])),
         eos=frozenset(eos) if seqs.stop_on_eos[index].any() else frozenset(),
         has_stops=bool(seqs.check_stops[index].any()),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -116,20 +115,19 @@ def _go_on(
 ) -> tuple[Accepted, Host]:
     """``commit`` where every row of a cohort accepts its token and none ends."""
     seqs, values = host.seqs, tokens.astype(np.int32)
-    own: dict[str, npt.NDArray[Any]] = {
-        "num_tokens": seqs.num_tokens + cohort.marks,
-        "num_pending": seqs.num_pending - cohort.marks,
-    }
-    outgrown = sequences.with_tokens(seqs, cohort.index, values.tolist())
-    if outgrown:
-        own["token_ids"] = seqs.token_ids.copy()
-        for row, array in outgrown.items():
-            own["token_ids"][row] = array
-    seqs, pool, index = sequences.changed(seqs, **own), host.pool, host.prefix
+    pool, index = host.pool, host.prefix
+    outgrown = sequences.with_items(seqs.token_ids, seqs.num_tokens, cohort.index, values.tolist())
+    seqs = sequences.changed(
+        seqs,
+        num_tokens=seqs.num_tokens + cohort.marks,
+        num_pending=seqs.num_pending - cohort.marks,
+        token_ids=sequences.replaced(seqs.token_ids, outgrown),
+    )
     if limits.prefix_caching:
         due, counts = _full_blocks(seqs, cohort.index, {}, limits.block_size)
         if due.size:
-            seqs = sequences.copy_for_tokens(seqs)
+            registered, tails = seqs.num_registered.copy(), seqs.prefix_tail.copy()
+            seqs = sequences.changed(seqs, num_registered=registered, prefix_tail=tails)
             draft = Draft.of(pool, index)
             _register(seqs, draft, due, counts, limits.block_size)
             pool, index = draft.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ from infer.weights import local_config
 STAGING_WORDS = 1 << 20
 POLL_S = 20e-6
 SHORT_TOKENS = 64
+BEYOND_GRAPHS = ~int(Need.RANDOM)  # what a row may ask that follows after a graph, not inside
 
 
 class Fetched:
@@ -128,6 +130,7 @@ class CudaRuntime(Runtime):
         self._to_logits = {graph.shape: graph for graph in to_logits}
         shapes = sorted(self._plain)
         self._decode = [shape for shape in shapes if shape.decode]
+        self._decode_sizes = [shape.num_seqs for shape in self._decode]
         self._mixed = [shape for shape in shapes if not shape.decode]
         self._hit = False
 
@@ -166,7 +169,8 @@ class CudaRuntime(Runtime):
             changes = {}
         arrays = {name: array for name, array in arrays.items() if name not in changes}
         uploaded = self.uploader.upload(arrays) if arrays else {}
-        kv, rows = self.prepare(model, kv, rows, plan, seqs, uploaded)
+        if uploaded or plan.starts.size:
+            kv, rows = self.prepare(model, kv, rows, plan, seqs, uploaded)
         self._staging.fill(graph.inputs, lambda out: graph.layout.pack(batch, changes, out))
         graph.graph.replay()
         num_samples = int(plan.sample_rows.size)
@@ -195,14 +199,14 @@ class CudaRuntime(Runtime):
 
     def _graph(self, plan: Plan, batch: HostBatch) -> Graph | None:
         """The graph a step runs in; None for an eager step."""
-        beyond = plan.need & ~Need.RANDOM
+        beyond = plan.need & BEYOND_GRAPHS
         if not plan.num_sequences or plan.prompt_logprobs.size:
             return None
-        if graphs.suits(plan, batch):
-            shape = graphs.smallest(self._decode, batch.num_tokens, batch.num_seqs)
-            if shape is None:
+        if plan.cohort is not None or graphs.suits(plan, batch):
+            at = bisect_left(self._decode_sizes, batch.num_seqs)
+            if at == len(self._decode):
                 return None
-            return (self._to_logits if beyond else self._plain)[shape]
+            return (self._to_logits if beyond else self._plain)[self._decode[at]]
         if beyond:
             return None
         seqs = max(batch.num_seqs, int(plan.sample_rows.size))
@@ -230,10 +234,10 @@ def warm_up(model: Model, ops: Ops, kv: KVCache, limits: Limits, *, use_graphs: 
         Shape(SHORT_TOKENS, most, decode=False),
     ]
     shapes = [*eager, *(graphs.all_shapes(limits) if use_graphs else [])]
-    if ops.name != "torch" and model.tp.size == 1:
+    if ops.name != "torch":
         from infer import kernelcache
 
-        # All layers use the same kernels.
+        # All layers use the same kernels. Ranks rehearse alike, and compile each for itself.
         one = replace(model, weights=replace(model.weights, layers=model.weights.layers[:1]))
         first = KVCache(kv.k[:1], kv.v[:1])
         kernelcache.fill(lambda: graphs.warm_up(one, ops, first, rows, limits, shapes))

@@ -116,8 +116,9 @@ def _inputs(plan: Plan, seqs: Sequences, positions: Int32, cu_seqlens_q: Int32) 
         start, end = int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1])
         cached, row = int(plan.num_cached[i]), int(plan.rows[i])
         input_ids[start:end] = seqs.token_ids[row][cached : cached + end - start]
-        at = positions[start:end]
-        slot_mapping[start:end] = plan.tables[i][at // size] * size + at % size
+        blocks = plan.tables[row][cached // size : -(-(cached + end - start) // size)]
+        slots = (blocks[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
+        slot_mapping[start:end] = slots[cached % size :][: end - start]
     return {"input_ids": input_ids, "src_rows": src_rows, "slot_mapping": slot_mapping}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from infer.blocks import Int32
 from infer.cohort import Cohort
-from infer.sequences import Need, Objects
+from infer.sequences import Objects
 from infer.types import FinishEvent
 
 
@@ -49,11 +49,11 @@ class Plan:
     table_columns: Int32  # i32[D], column,
     table_blocks: Int32  # i32[D], block id
     starts: Int32  # rows whose sampling parameters must be set on the device
-    need: Need  # union over the sampling rows
+    need: int  # Need flags, the union over the sampling rows
     num_decode: int  # sequences with one position: the first of S
     requests: Objects  # object[S], Request of each sequence
     choices: Int32  # i32[S]
-    tables: Objects  # object[S], block-table arrays, valid up to ceil((cached + scheduled) / size)
+    tables: Objects  # object[max_num_seqs], block tables, to ceil((cached + scheduled) / size)
     block_size: int
     admitted: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
@@ -83,14 +83,14 @@ class Plan:
             known, cached, scheduled = (
                 int(a[i]) for a in (self.num_known, self.num_cached, self.num_scheduled)
             )
-            num_blocks = -(-(cached + scheduled) // self.block_size)
+            row, num_blocks = int(self.rows[i]), -(-(cached + scheduled) // self.block_size)
             yield PlanRow(
                 request_id=self.requests[i].request_id,
                 choice=int(self.choices[i]),
-                row=int(self.rows[i]),
+                row=row,
                 num_known=known,
                 num_cached=cached,
                 num_scheduled=scheduled,
-                block_table=tuple(self.tables[i][:num_blocks].tolist()),
+                block_table=tuple(self.tables[row][:num_blocks].tolist()),
                 samples=i in sampling,
             )

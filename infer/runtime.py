@@ -48,6 +48,7 @@ class Ready:
         return self._values
 
 
+PENALTIES = int(Need.PENALTIES)  # an enum member costs a microsecond a comparison
 EMPTY = StepValues(np.empty(0, np.int32), np.empty(0, np.bool_))
 
 
@@ -175,7 +176,7 @@ def step_arrays(plan: Plan, seqs: Sequences, rows: RowState) -> dict[str, Int32]
         arrays |= row_state.changes(plan, seqs, rows)
     if plan.copies.size:
         arrays["copies"] = plan.copies
-    if plan.need & Need.PENALTIES:
+    if plan.need & PENALTIES:
         slots = seqs.slot[plan.sample_rows]
         arrays["edit_samples"] = np.flatnonzero(slots >= 0).astype(np.int32)
         arrays["edit_slots"] = slots[slots >= 0]

@@ -247,14 +247,9 @@ def append_blocks(seqs: Sequences, row: int, new: Int32) -> None:
 
 def append_block_each(seqs: Sequences, rows: Int64, new: Int32) -> None:
     """Add block ``new[i]`` to the table of ``rows[i]`` (distinct). Sequences donated."""
-    used = seqs.num_blocks[rows]
-    for row, array, at, block in zip(
-        rows.tolist(), seqs.block_table[rows], used.tolist(), new.tolist(), strict=True
-    ):
-        if at >= array.size:
-            array = seqs.block_table[row] = grown(array, at, at + 1)
-        array[at] = block
-    seqs.num_blocks[rows] = used + 1
+    for row, array in with_items(seqs.block_table, seqs.num_blocks, rows, new.tolist()).items():
+        seqs.block_table[row] = array
+    seqs.num_blocks[rows] += 1
     seqs.last_block[rows] = new
 
 
@@ -269,27 +264,37 @@ def replace_last_block(seqs: Sequences, row: int, block: int) -> None:
 
 def append_tokens(seqs: Sequences, rows: Int64, tokens: Int32) -> None:
     """Accept one sampled token for each of ``rows`` (distinct). Sequences donated."""
-    for row, array in with_tokens(seqs, rows, tokens.tolist()).items():
+    for row, array in with_items(seqs.token_ids, seqs.num_tokens, rows, tokens.tolist()).items():
         seqs.token_ids[row] = array
     seqs.num_tokens[rows] += 1
     seqs.num_pending[rows] -= 1
 
 
-def with_tokens(seqs: Sequences, rows: Int64, tokens: list[int]) -> dict[int, Int32]:
-    """Write a token behind the known ones of each of ``rows``; the arrays that had to grow, by row.
+def with_items(arrays: Objects, used: Int32, rows: Int64, items: list[int]) -> dict[int, Int32]:
+    """Write an item behind the used part of each row's array; those that had to grow, by row.
 
-    What is known stays untouched; ``num_tokens`` says that there is one more.
+    For whoever knows the row by its old length it stays what it was.
     """
     outgrown = {}
-    used, arrays = seqs.num_tokens[rows].tolist(), seqs.token_ids[rows].tolist()
-    for i, (array, at, token) in enumerate(zip(arrays, used, tokens, strict=True)):
+    for i, (array, at, item) in enumerate(
+        zip(arrays[rows].tolist(), used[rows].tolist(), items, strict=True)
+    ):
         try:
-            array[at] = token
+            array[at] = item
         except IndexError:
             larger = grown(array, at, at + 1)
-            larger[at] = token
+            larger[at] = item
             outgrown[int(rows[i])] = larger
     return outgrown
+
+
+def replaced(arrays: Objects, by_row: Mapping[int, Int32]) -> Objects:
+    """``arrays`` with others for some rows."""
+    if by_row:
+        arrays = arrays.copy()
+        for row, array in by_row.items():
+            arrays[row] = array
+    return arrays
 
 
 def table(seqs: Sequences, row: int) -> Int32:

@@ -34,23 +34,35 @@ class Direct:
         return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in arrays.items()}
 
 
+class Pinned:
+    """Page-locked memory. A view costs microseconds, so each size is viewed once."""
+
+    def __init__(self, capacity: int) -> None:
+        self.words = torch.empty(capacity, dtype=torch.int32, pin_memory=True)
+        self._views: dict[int, tuple[Tensor, Int32]] = {}
+
+    def first(self, size: int) -> tuple[Tensor, Int32]:
+        """The first ``size`` words, as a tensor and as an array. For few different sizes."""
+        views = self._views.get(size)
+        if views is None:
+            part = self.words[:size]
+            views = self._views[size] = (part, part.numpy())
+        return views
+
+
 class Staging:
     """CUDA's uploader. A pinned buffer is not rewritten before its last copy has been read."""
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self._device = device
-        self._buffers = [self._pinned(capacity) for _ in range(SLOTS)]
+        self._buffers = [Pinned(capacity) for _ in range(SLOTS)]
         self._events = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._next = 0
-
-    @staticmethod
-    def _pinned(capacity: int) -> Tensor:
-        return torch.empty(capacity, dtype=torch.int32, pin_memory=True)
 
     def upload(self, arrays: Mapping[str, Int32]) -> dict[str, Tensor]:
         """Pack, copy without waiting, and view the parts."""
         total = sum(aligned(v.size) for v in arrays.values())
-        host = self._acquire(total)
+        host = self._acquire(total).words
         flat = host.numpy()
         at, spans = 0, {}
         for name, array in arrays.items():
@@ -64,16 +76,16 @@ class Staging:
     def fill(self, target: Tensor, write: Callable[[Int32], None]) -> None:
         """Let ``write`` fill a pinned buffer of the size of ``target``, and copy it there."""
         size = target.numel()
-        host = self._acquire(size)
-        write(host.numpy()[:size])
-        target.copy_(host[:size], non_blocking=True)
+        host, array = self._acquire(size).first(size)
+        write(array)
+        target.copy_(host, non_blocking=True)
         self._events[self._next].record()
 
-    def _acquire(self, size: int) -> Tensor:
+    def _acquire(self, size: int) -> Pinned:
         self._next = (self._next + 1) % SLOTS
         self._events[self._next].synchronize()
-        if self._buffers[self._next].numel() < size:
-            self._buffers[self._next] = self._pinned(2 * size)
+        if self._buffers[self._next].words.numel() < size:
+            self._buffers[self._next] = Pinned(2 * size)
         return self._buffers[self._next]
 
 
@@ -85,18 +97,15 @@ class Returns:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._buffers = [
-            torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(SLOTS)
-        ]
+        self._buffers = [Pinned(capacity) for _ in range(SLOTS)]
         self._events = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._next = 0
 
     def start(self, results: Tensor) -> tuple[Int32, torch.cuda.Event]:
         """Copy i32 ``results`` without waiting: the array they will be in, and when."""
         self._next = (self._next + 1) % SLOTS
-        target = self._buffers[self._next][: results.numel()]
+        target, array = self._buffers[self._next].first(results.numel())
         target.copy_(results.view(-1), non_blocking=True)
         event = self._events[self._next]
         event.record()
-        array: Int32 = target.numpy()
         return array, event

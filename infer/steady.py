@@ -74,10 +74,17 @@ def _grow(
     if not draft.reserve(rows.size):
         return None
     new = draft.take(rows.size)
-    columns = host.seqs.num_blocks[rows]
-    own = {n: getattr(host.seqs, n).copy() for n in ("num_blocks", "last_block", "block_table")}
-    sequences.append_block_each(sequences.changed(host.seqs, **own), rows, new)
-    return (rows.astype(np.int32), columns, new), own, *draft.freeze()
+    seqs = host.seqs
+    outgrown = sequences.with_items(seqs.block_table, seqs.num_blocks, rows, new.tolist())
+    num_blocks, last_block = seqs.num_blocks.copy(), seqs.last_block.copy()
+    num_blocks[rows] += 1
+    last_block[rows] = new
+    own = {
+        "num_blocks": num_blocks,
+        "last_block": last_block,
+        "block_table": sequences.replaced(seqs.block_table, outgrown),
+    }
+    return (rows.astype(np.int32), seqs.num_blocks[rows], new), own, *draft.freeze()
 
 
 def _plan(
@@ -110,7 +117,7 @@ def _plan(
         num_decode=cohort.rows.size,
         requests=cohort.requests,
         choices=cohort.choices,
-        tables=seqs.block_table[cohort.index],
+        tables=seqs.block_table,
         block_size=block_size,
         cohort=cohort,
     )
