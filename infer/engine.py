@@ -25,7 +25,7 @@ from infer.model import Model
 from infer.parallel import guarded
 from infer.plan import Plan
 from infer.report import LogprobArrays, Report
-from infer.schedule import schedule
+from infer.schedule import decide, index_prompts
 from infer.state import EngineState, Ticket
 from infer.types import Logprob, PromptLogprobsEvent, Request, StepStats
 
@@ -94,12 +94,13 @@ def launch(model: Model, state: EngineState) -> tuple[EngineState, Ticket]:
 
 def _launch(model: Model, state: EngineState) -> tuple[EngineState, Ticket]:
     started = time.monotonic()
-    plan, host = schedule(state.host, state.limits)
+    plan, host = decide(state.host, state.limits)
     batch = build(plan, host.seqs)
     built = time.monotonic()
     pending, kv, rows = state.runtime.run(model, state.kv, state.rows, plan, batch, host.seqs)
     # Where launching waits for nothing it is the host's work; else it is the device's.
     launched = time.monotonic() if state.runtime.asynchronous else built
+    host = index_prompts(plan, host, state.limits)
     ticket = Ticket(plan.step, plan, pending, launched=launched, host_s=launched - started)
     return _advanced(state, host=host, kv=kv, rows=rows), ticket
 

@@ -93,7 +93,7 @@ class Draft:
     idle: Fifo[tuple[int, int]]
     num_releases: int
     next_id: int
-    registered: set[bytes] = field(default_factory=set)  # by this transition
+    coming: set[bytes] = field(default_factory=set)  # of blocks that are computed in this very step
     owned: set[str] = field(default_factory=set)  # arrays that were copied, and may be changed
 
     @classmethod
@@ -144,12 +144,12 @@ class Draft:
         parent = ROOT
         for i, digest in enumerate(chain[:limit]):
             entry = self.by_digest.get(digest)
-            if entry is None or entry.parent_id != parent or entry.salt != salt:
+            if entry is None:
+                return found, digest in self.coming
+            if entry.parent_id != parent or entry.salt != salt:
                 break
             if entry.tokens != tokens[i * block_size : (i + 1) * block_size].tobytes():
                 break
-            if digest in self.registered:
-                return found, True
             found.append(entry)
             parent = entry.entry_id
         return found, False
@@ -197,7 +197,6 @@ class Draft:
             self.next_id += 1
             self.by_digest.set(digest, parent)
             self.by_block.set(block, parent)
-            self.registered.add(digest)
             new.append(block)
         if new:
             self._own("cached")

@@ -64,12 +64,35 @@ class _Round:
 
 
 def schedule(host: Host, limits: Limits) -> tuple[Plan, Host]:
+    """The next step, and the state after its launch: ``index_prompts`` after ``decide``."""
+    plan, host = decide(host, limits)
+    return plan, index_prompts(plan, host, limits)
+
+
+def decide(host: Host, limits: Limits) -> tuple[Plan, Host]:
     """Decide the next step. Lengths in the returned state are those after its launch."""
-    return steady.next_step(host, limits) or _decide(host, limits)
+    return steady.next_step(host, limits) or _by_all_rules(host, limits)
 
 
-def _decide(host: Host, limits: Limits) -> tuple[Plan, Host]:
-    """The next step by all the rules."""
+def index_prompts(plan: Plan, host: Host, limits: Limits) -> Host:
+    """Index the prompt blocks that ``plan`` fills, so that later steps can hit them.
+
+    ``host`` is what ``decide`` returned. The device can begin the step before this is done.
+    """
+    if not limits.prefix_caching or plan.num_sequences == plan.num_decode:
+        return host
+    old, size = host.seqs, limits.block_size
+    registered, tails = old.num_registered.copy(), old.prefix_tail.copy()
+    seqs = sequences.changed(old, num_registered=registered, prefix_tail=tails)
+    draft = Draft.of(host.pool, host.prefix)
+    computed = (plan.num_cached + plan.num_scheduled).tolist()
+    for row, end in list(zip(plan.rows.tolist(), computed, strict=True))[plan.num_decode :]:
+        register_blocks(seqs, draft, row, min(end, int(seqs.num_tokens[row])) // size, size)
+    pool, index = draft.freeze()
+    return replace(host, seqs=seqs, pool=pool, prefix=index)
+
+
+def _by_all_rules(host: Host, limits: Limits) -> tuple[Plan, Host]:
     r = _Round(
         seqs=sequences.copy(host.seqs),
         draft=Draft.of(host.pool, host.prefix),
@@ -236,8 +259,8 @@ def _schedule_prompts(r: _Round, waiting: sequences.Waiting) -> None:
         r.budget -= chunk
         promised += _missing_blocks(s, row, size)
         if r.limits.prefix_caching:
-            computed = int(s.num_cached_tokens[row]) + chunk
-            register_blocks(s, r.draft, row, min(computed, int(s.num_tokens[row])) // size, size)
+            full = (int(s.num_cached_tokens[row]) + chunk) // size
+            r.draft.coming.update(s.digests[row][s.num_registered[row] : full])
 
 
 def _missing_blocks(s: Sequences, row: int, size: int) -> int:

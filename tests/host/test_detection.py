@@ -125,15 +125,15 @@ def lost_preempted(patch: Patch) -> None:
 
 def same_step_hit(patch: Patch) -> None:
     """A prompt reads blocks that another one writes in the same step."""
-    match = Draft.match
+    chunk = schedule._chunk
 
-    def eager(self: Draft, *args: Any) -> Any:
-        saved, self.registered = self.registered, set()
-        found = match(self, *args)
-        self.registered = saved
-        return found
+    def eager(r: Any, row: int) -> int:
+        count, s, size = chunk(r, row), r.seqs, r.limits.block_size
+        computed = int(s.num_cached_tokens[row]) + count
+        host.register_blocks(s, r.draft, row, min(computed, int(s.num_tokens[row])) // size, size)
+        return count
 
-    patch.setattr(Draft, "match", eager)
+    patch.setattr(schedule, "_chunk", eager)
 
 
 def full_hit(patch: Patch) -> None:
@@ -168,7 +168,7 @@ def unverified_collision(patch: Patch) -> None:
         found: list[prefix.Entry] = []
         for digest in chain[:limit]:
             entry = self.by_digest.get(digest)
-            if entry is None or digest in self.registered or entry in found:
+            if entry is None or digest in self.coming or entry in found:
                 break
             found.append(entry)
         return found, False
