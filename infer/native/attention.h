@@ -5,6 +5,7 @@
 #include "matrix.h"
 
 constexpr int KEYS = 64;
+constexpr int AHEAD = 2 * KEYS;    // positions from what is read to what is fetched
 constexpr int MAX_TILE_ROWS = 96;  // (query, head) pairs that share keys once they are laid out
 static_assert(KEYS % COLUMNS == 0, "a block of keys is a number of panels");
 
@@ -253,7 +254,7 @@ static void attend(const Pages &pages, const Upcoming &next, const AttentionShap
         Block b;
         b.first = block, b.keys = keys, b.unseen = unseen;
         pages.find(block, block + keys, b.at);
-        find_next(pages, next, block + KEYS, keys, end, b.next);
+        find_next(pages, next, block + AHEAD, keys, end, b.next);
         for (int h = 0; h < part.num_heads; h++) {
             attend_block(pages, shape, part.head + h, b, part, s, h * rows);
         }

@@ -42,8 +42,12 @@ static inline void accumulate(Vec (&acc)[ROWS][VECTORS], const Vec (&weights)[VE
 template <int ROWS, int PANELS, Form FORM, bool SCATTERED>
 static void tile(const TileArgs &a) {
     constexpr int VECTORS = 2 * PANELS;
-    Vec acc[ROWS][VECTORS] = {};
+    Vec acc[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++) {
+        for (int c = 0; c < VECTORS; c++) acc[r][c] = Vec{};
+    }
     const char *panel = a.panel, *ahead = a.ahead;
+#pragma GCC unroll 4  // fewer instructions, so more steps in flight while memory is slow
     for (int i = 0; i < a.steps; i++) {
         Vec weights[VECTORS];
         Words pairs[VECTORS];
