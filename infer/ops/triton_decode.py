@@ -22,7 +22,7 @@ from infer.ops.triton_common import (
     next_power_of_2,
     release_successor,
 )
-from infer.ops.triton_plan import DecodePlan
+from infer.ops.triton_plan import DecodePlan, load_item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,16 +218,10 @@ def _decode_kernel(
     DIM: tl.constexpr = 2 * HALF
     head = tl.program_id(0)
     item = tl.program_id(1)
-    record = items + item * 8
-    num_chunks = tl.load(record + 7)
+    num_chunks = tl.load(items + item * 8 + 7)
     if num_chunks > 0:
-        token = tl.load(record).to(tl.int64)
-        table = block_tables + tl.load(record + 1).to(tl.int64) * table_stride
-        context = tl.load(record + 2)
-        begin = tl.load(record + 3)
-        end = tl.load(record + 4)
-        seq = tl.load(record + 5)
-        chunk = tl.load(record + 6)
+        token, row, context, begin, end, seq, chunk = load_item(items, item)
+        table = block_tables + row * table_stride
         dtype = k_cache.dtype.element_ty
         low = 0
         if WINDOW > 0:

@@ -23,7 +23,7 @@ from infer.ops.triton_common import (
     next_power_of_2,
 )
 from infer.ops.triton_decode import FusedInput
-from infer.ops.triton_plan import DecodeConfig, DecodePlan
+from infer.ops.triton_plan import DecodeConfig, DecodePlan, load_item
 
 MAX_GROUP = 8  # query heads a KV head: a product has 16 rows, the lower half is not looked at
 
@@ -157,16 +157,10 @@ def _fused_kernel(
     dtype: gl.constexpr = k_cache.dtype.element_ty
     head = gl.program_id(0)
     item = gl.program_id(1)
-    record = items + item * 8
-    num_chunks = gl.load(record + 7)
+    num_chunks = gl.load(items + item * 8 + 7)
     if num_chunks > 0:
-        token = gl.load(record).to(gl.int64)
-        table = block_tables + gl.load(record + 1).to(gl.int64) * table_stride
-        context = gl.load(record + 2)
-        begin = gl.load(record + 3)
-        end = gl.load(record + 4)
-        seq = gl.load(record + 5)
-        chunk = gl.load(record + 6)
+        token, row, context, begin, end, seq, chunk = load_item(items, item)
+        table = block_tables + row * table_stride
         low = 0
         if WINDOW > 0:
             low = gl.maximum(context - WINDOW, 0)
@@ -315,7 +309,9 @@ def fused_config(num_seqs: int) -> DecodeConfig:
     if num_seqs <= 32:
         chunks = 16 if num_seqs <= 16 else 32
         return make(tile=64, num_warps=4, stages=3, min_chunk=256, chunks=chunks)
-    return make(tile=32, num_warps=2, stages=3 if num_seqs <= 64 else 2, min_chunk=256, chunks=32)
+    # Of three stages four programs fit a multiprocessor, of two six: what fills the last round.
+    stages = 3 if num_seqs <= 64 or 112 < num_seqs <= 128 else 2
+    return make(tile=32, num_warps=2, stages=stages, min_chunk=256, chunks=32)
 
 
 def fused_attention(

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from infer.ops.triton_common import cdiv, next_power_of_2
 
-FIELDS = 8  # i32 numbers of an item; see _plan_kernel
+FIELDS = 8  # i32 numbers of an item; see divide
+ITEMS = 16  # of a program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +66,15 @@ class DecodePlan:
 
 
 @triton.jit
-def _plan_kernel(
-    items_ptr, counters, seq_rows, cu_seqlens_q, context_lens, num_seqs, num_items, num_counters,
+def divide(
+    program, items_ptr, counters, seq_rows, cu_seqlens_q, context_lens, num_seqs, num_items,
+    num_counters,
     TILE: tl.constexpr, MIN_CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr,
     MIXED: tl.constexpr, SEQS: tl.constexpr, ITEMS: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """An item is (token, table row, context, begin, end, sequence, chunk, its sequence's chunks).
+    """Lay out the next ITEMS items and clear as many counters, as the ``program``-th to do so.
 
+    An item is (token, table row, context, begin, end, sequence, chunk, its sequence's chunks).
     Items beyond the work have no chunks. A sequence has at least one, even without context.
     """
     seqs = tl.arange(0, SEQS)
@@ -90,7 +93,7 @@ def _plan_kernel(
     count = tl.where(real, tl.maximum((length + chunk_len - 1) // chunk_len, 1), 0)
     upto = tl.cumsum(count, axis=0)
 
-    items = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    items = program * ITEMS + tl.arange(0, ITEMS)
     seq = tl.sum((upto[None, :] <= items[:, None]).to(tl.int32), axis=1)
     first = tl.sum(tl.where(seqs[None, :] < seq[:, None], count[None, :], 0), axis=1)
     num_chunks = tl.sum(tl.where(seqs[None, :] == seq[:, None], count[None, :], 0), axis=1)
@@ -115,8 +118,79 @@ def _plan_kernel(
     tl.store(out + 5, seq, mask=written)
     tl.store(out + 6, chunk, mask=written)
     tl.store(out + 7, tl.where(inside, num_chunks, 0), mask=written)
-    counter = tl.program_id(0) * COUNTERS + tl.arange(0, COUNTERS)
+    counter = program * COUNTERS + tl.arange(0, COUNTERS)
     tl.store(counters + counter, tl.zeros([COUNTERS], tl.int32), mask=counter < num_counters)
+
+
+@triton.jit
+def load_item(items, item):
+    """An item's token, table row, context, begin, end, sequence and chunk; see ``divide``."""
+    record = items + item * 8
+    token = tl.load(record).to(tl.int64)
+    row = tl.load(record + 1).to(tl.int64)
+    context = tl.load(record + 2)
+    begin = tl.load(record + 3)
+    end = tl.load(record + 4)
+    seq = tl.load(record + 5)
+    chunk = tl.load(record + 6)
+    return token, row, context, begin, end, seq, chunk
+
+
+@triton.jit
+def _plan_kernel(
+    items_ptr, counters, seq_rows, cu_seqlens_q, context_lens, num_seqs, num_items, num_counters,
+    TILE: tl.constexpr, MIN_CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr,
+    MIXED: tl.constexpr, SEQS: tl.constexpr, ITEMS: tl.constexpr, COUNTERS: tl.constexpr,
+):  # fmt: skip
+    divide(
+        tl.program_id(0), items_ptr, counters, seq_rows, cu_seqlens_q, context_lens, num_seqs,
+        num_items, num_counters, TILE, MIN_CHUNK, CHUNKS, WINDOW, MIXED, SEQS, ITEMS, COUNTERS,
+    )  # fmt: skip
+
+
+def empty_plan(
+    num_seqs: int,
+    *,
+    config: DecodeConfig,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+) -> DecodePlan:
+    """Room for the plan of so many sequences, for ``divide`` to fill."""
+    num_items, group = config.max_items(num_seqs), num_heads // num_kv_heads
+    rows = num_items * num_kv_heads
+    floats = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
+    return DecodePlan(
+        config=config,
+        items=torch.empty((num_items, FIELDS), dtype=torch.int32, device=device),
+        partial=floats(rows, group, head_dim),
+        maxima=floats(rows, group),
+        sums=floats(rows, group),
+        counters=torch.empty(num_seqs * num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def plan_programs(plan: DecodePlan) -> int:
+    """How many programs ``divide`` takes, with ``plan_constants``."""
+    return cdiv(plan.items.shape[0], ITEMS)
+
+
+def plan_constants(
+    plan: DecodePlan, num_seqs: int, sliding_window: int | None, *, mixed: bool
+) -> dict[str, int | bool]:
+    """The constants of ``divide``."""
+    counters = cdiv(plan.counters.shape[0], plan_programs(plan))
+    return {
+        "TILE": plan.config.tile,
+        "MIN_CHUNK": plan.config.min_chunk,
+        "CHUNKS": plan.config.chunks,
+        "WINDOW": sliding_window or 0,
+        "MIXED": mixed,
+        "SEQS": next_power_of_2(num_seqs),
+        "ITEMS": ITEMS,
+        "COUNTERS": next_power_of_2(counters),
+    }
 
 
 def plan_decode(
@@ -136,27 +210,14 @@ def plan_decode(
     one are left out. None: sequence s is token s.
     """
     num_seqs = context_lens.shape[0]
-    num_items = config.max_items(num_seqs)
-    device, group = context_lens.device, num_heads // num_kv_heads
-    rows = num_items * num_kv_heads
-    floats = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
-    plan = DecodePlan(
-        config=config,
-        items=torch.empty((num_items, FIELDS), dtype=torch.int32, device=device),
-        partial=floats(rows, group, head_dim),
-        maxima=floats(rows, group),
-        sums=floats(rows, group),
-        counters=torch.empty(num_seqs * num_kv_heads, dtype=torch.int32, device=device),
-    )
-    per_program = 16
-    programs = cdiv(num_items, per_program)
-    _plan_kernel[(programs,)](
+    plan = empty_plan(
+        num_seqs, config=config, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        device=context_lens.device,
+    )  # fmt: skip
+    _plan_kernel[(plan_programs(plan),)](
         plan.items, plan.counters, seq_rows,
         context_lens if cu_seqlens_q is None else cu_seqlens_q, context_lens,
-        num_seqs, num_items, plan.counters.shape[0],
-        TILE=config.tile, MIN_CHUNK=config.min_chunk, CHUNKS=config.chunks,
-        WINDOW=sliding_window or 0, MIXED=cu_seqlens_q is not None,
-        SEQS=next_power_of_2(num_seqs), ITEMS=per_program,
-        COUNTERS=next_power_of_2(cdiv(plan.counters.shape[0], programs)), num_warps=4,
+        num_seqs, plan.items.shape[0], plan.counters.shape[0], num_warps=4,
+        **plan_constants(plan, num_seqs, sliding_window, mixed=cu_seqlens_q is not None),
     )  # fmt: skip
     return plan
