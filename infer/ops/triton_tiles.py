@@ -27,25 +27,31 @@ from infer.ops.triton_common import cdiv, hopper_gluon, launch_options, next_pow
 
 MAX_ROWS = 256
 BLOCK_N = gl.constexpr(64)  # weight rows of a tile
-SHARED_BYTES = 232_448 - 1024  # of a program, barriers aside
-WEIGHT_BYTES = 1 << 17  # of them at most for weights
 ROW_OF_BANKS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesConfig:
-    """Rows and columns of x a program takes at once, ways the product is split over K, warps."""
+    """Rows and columns of x a program takes at once, ways the product is split over K, warps.
+
+    ``shared_kib`` is a program's shared memory, barriers aside, of which ``weight_kib`` at most is
+    for weights. What it leaves of a multiprocessor's 227 KiB is for programs of other kernels.
+    """
 
     block_m: int
     block_k: int
     split: int
     num_warps: int
+    shared_kib: int = 226  # all there is
+    weight_kib: int = 128
 
     def stages(self, steps: int) -> tuple[int, int]:
         """Tiles of x and of weights in shared memory, where a program takes ``steps`` of them."""
-        weights = min(steps, WEIGHT_BYTES // (BLOCK_N.value * self.block_k * 2))
-        rest = SHARED_BYTES - weights * BLOCK_N.value * self.block_k * 2
-        return min(weights, 4, rest // (self.block_m * self.block_k * 2)), weights
+        tile_bytes, row_bytes = BLOCK_N.value * self.block_k * 2, self.block_m * self.block_k * 2
+        weights = min(steps, self.weight_kib * 1024 // tile_bytes)
+        rows = min(weights, 4, (self.shared_kib * 1024 - weights * tile_bytes) // row_bytes)
+        assert rows >= min(2, steps), "a tile of x is replaced while the next one is in use"
+        return rows, weights
 
 
 def suits_tiles(x: Tensor, weight: Tensor) -> bool:
@@ -68,10 +74,18 @@ def tiles_config(rows: int, size_k: int, *, swiglu: bool, parts: bool) -> TilesC
         return make(
             block_m=max(16, next_power_of_2(rows)), block_k=block_k, split=split, num_warps=4
         )
-    if swiglu and rows > 64:
-        large = rows > 128
-        return make(block_m=256 if large else 128, block_k=64, split=1, num_warps=8 if large else 4)
-    return make(block_m=128 if rows > 128 else 64, block_k=128, split=split, num_warps=4)
+    if rows <= 64:
+        return make(block_m=64, block_k=128, split=split, num_warps=4)
+    if rows <= 128:
+        memory = (226, 128) if rows <= 96 else (160, 64)
+        tile = (128, 64) if swiglu else (64, 128)
+    else:
+        memory = (176, 80)
+        tile = (256, 64) if swiglu else (128, 128)
+    return make(
+        block_m=tile[0], block_k=tile[1], split=split, num_warps=8 if tile[0] == 256 else 4,
+        shared_kib=memory[0], weight_kib=memory[1],
+    )  # fmt: skip
 
 
 @gluon.jit
