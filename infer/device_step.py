@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from infer import models
@@ -13,9 +15,9 @@ from infer.model import Model
 from infer.models import decoder
 from infer.ops import Ops, WholeWeights, logit_edits
 from infer.ops.logprobs import Logprobs, logprobs, logprobs_in_slices
-from infer.ops.sampling import SampleFlags
+from infer.ops.sampling import Sampled, SampleFlags
 from infer.ops.sharded import Shard, joined, sample_sharded, whole
-from infer.rows import RowState
+from infer.rows import RowState, introduce
 from infer.weights import local_config, vocab_range
 
 
@@ -63,32 +65,49 @@ def vocab_shard(model: Model) -> Shard:
 
 
 def decode(
-    model: Model, ops: Ops, kv: KVCache, rows: RowState, batch: Batch, *, sampling: bool
-) -> tuple[DeviceValues | None, Tensor | None]:
-    """A padded decode step without extras: its values, or with ``sampling`` off its logits."""
-    if ops.fused_decode is None:
+    model: Model,
+    ops: Ops,
+    kv: KVCache,
+    rows: RowState,
+    batch: Batch,
+    changed: Mapping[str, Tensor],
+    *,
+    sampling: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """A padded decode step without extras: its results (see ``results``), or without ``sampling``
+    its logits. ``changed`` is for ``rows.introduce``. KV and rows donated.
+    """
+    fused, weights, tp = ops.fused_decode, model.weights, model.tp
+    if fused is None:
+        introduce(rows, changed)
         hidden, _ = forward(model, ops, kv, rows, batch)
         scores = logits(model, ops, hidden, batch.logits_rows)
         if not sampling:
             return None, scores
-        return pick(model, scores, rows, batch, PLAIN)[0], None
-    shape = decoder.layer_shape(model.config, model.tp)
-    ids = merge_ids(batch, rows.last_token)
-    hidden = decoder.embed(model.config, model.tp, model.weights, ids)
-    fused = ops.fused_decode
-    run = fused.layers(model.weights, kv, hidden, batch.attention, shape, model.tp)
+        return results(pick(model, scores, rows, batch, PLAIN)[0]), None
+    shape = decoder.layer_shape(model.config, tp)
+    if tp.size == 1:
+        run = fused.start(weights, kv, rows, batch, changed, shape)
+    else:
+        introduce(rows, changed)
+        hidden = decoder.embed(model.config, tp, weights, merge_ids(batch, rows.last_token))
+        run = fused.start_embedded(weights, kv, hidden, batch.attention, shape)
+    run = fused.layers(weights, kv, run, tp)
     if not sampling:
-        return None, ops.linear(
-            fused.normed(model.weights, run), model.weights.lm_head, None
-        ).float()
+        return None, ops.linear(fused.normed(run), weights.lm_head, None).float()
     shard = vocab_shard(model)
     held = range(shard.start, shard.start + shard.size)
-    own = fused.sample(
-        model.weights, run, batch.sample_rows, batch.sample_positions, rows.sampling, held
-    )
-    picked = joined(own, shard)
+    scored = fused.score(weights, run, batch, rows, held)
+    if tp.size == 1:
+        return fused.finish(scored, batch, rows), None
+    picked = joined(fused.sample(scored), shard)
     rows.last_token.index_copy_(0, batch.sample_rows.long(), picked.tokens)
-    return DeviceValues(picked.tokens, picked.nan), None
+    return results(picked), None
+
+
+def results(values: DeviceValues | Sampled) -> Tensor:
+    """Tokens, and whether a logit was NaN, i32[2, M]."""
+    return torch.stack((values.tokens, values.nan.int()))
 
 
 def pick(

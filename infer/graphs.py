@@ -235,16 +235,12 @@ def run_step(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The step that a graph of ``shape`` holds: its results, or without ``sampling`` its logits."""
     batch, changed = views(inputs, shape, rows.block_tables, limits.max_model_len)
-    introduce(rows, changed)
     if shape.decode:
-        values, scores = step.decode(model, ops, kv, rows, batch, sampling=sampling)
-    else:
-        hidden, _ = step.forward(model, ops, kv, rows, batch)
-        scores = step.logits(model, ops, hidden, batch.logits_rows)
-        values, _ = step.pick(model, scores, rows, batch, step.PLAIN)
-    if values is None:
-        return None, scores
-    return torch.stack((values.tokens, values.nan.int())), None
+        return step.decode(model, ops, kv, rows, batch, changed, sampling=sampling)
+    introduce(rows, changed)
+    hidden, _ = step.forward(model, ops, kv, rows, batch)
+    scores = step.logits(model, ops, hidden, batch.logits_rows)
+    return step.results(step.pick(model, scores, rows, batch, step.PLAIN)[0]), None
 
 
 def capture(

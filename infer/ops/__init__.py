@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from infer.kv import KVCache
     from infer.ops.sampling import Sampled, SampleFlags, SamplingRows
     from infer.parallel import TP
+    from infer.rows import RowState
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +87,44 @@ LayerFn = Callable[..., tuple[Tensor, Tensor]]
 class FusedDecode(Protocol):
     """Decode steps in fewer kernels than the stages; capturable in a CUDA Graph.
 
-    What ``layers`` returns goes to ``sample`` or ``normed``, once.
+    ``start`` (or ``start_embedded``), ``layers``, and then ``normed``, or ``score`` with ``sample``
+    or ``finish``: each passes on, once, what the one before returned. Sequence s is token s and
+    sampling row s.
     """
 
-    def layers(
+    def start(
         self,
         weights: Weights,
         kv: KVCache,
-        hidden: Tensor,
-        meta: AttentionMeta,
+        rows: RowState,
+        batch: Batch,
+        changed: Mapping[str, Tensor],
         shape: LayerShape,
-        tp: TP,
     ) -> Any:
-        """Run all layers over the embedded tokens ``[num_seqs, hidden_size]``, overwriting them."""
+        """Apply ``infer.rows.changes`` to ``rows`` (donated), embed tokens, plan; for one rank."""
 
-    def sample(
-        self,
-        weights: Weights,
-        run: Any,
-        sample_rows: Tensor,
-        positions: Tensor,
-        params: SamplingRows,
-        held: range,
-    ) -> Sampled:
-        """Sample every row from the vocabulary ids ``held``, this rank's, without truncation."""
+    def start_embedded(
+        self, weights: Weights, kv: KVCache, hidden: Tensor, meta: AttentionMeta, shape: LayerShape
+    ) -> Any:
+        """Plan the step of these embedded tokens ``[num_seqs, hidden_size]``."""
 
-    def normed(self, weights: Weights, run: Any) -> Tensor:
+    def layers(self, weights: Weights, kv: KVCache, run: Any, tp: TP) -> Any:
+        """Run all layers."""
+
+    def normed(self, run: Any) -> Tensor:
         """The final norm of every row ``[num_seqs, hidden_size]``."""
+
+    def score(self, weights: Weights, run: Any, batch: Batch, rows: RowState, held: range) -> Any:
+        """Score the vocabulary ids ``held``, this rank's, in every row, without truncation."""
+
+    def sample(self, scored: Any) -> Sampled:
+        """The best of this rank's ids."""
+
+    def finish(self, scored: Any, batch: Batch, rows: RowState) -> Tensor:
+        """The best ids and whether a logit was NaN, i32[2, num_seqs]; for one rank.
+
+        Every row of ``rows`` (donated) remembers its token.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from infer.batch import AttentionMeta
+from infer.batch import AttentionMeta, Batch
 from infer.kv import KVCache
 from infer.ops import LayerShape, triton_store
-from infer.ops.sampling import Sampled, SamplingRows
+from infer.ops.sampling import Sampled
+from infer.ops.triton_begin import begin_step
 from infer.ops.triton_common import dependent_launch
 from infer.ops.triton_decode import decode_attention
-from infer.ops.triton_head import sample_head
-from infer.ops.triton_plan import DecodeConfig, DecodePlan, decode_config, plan_decode
+from infer.ops.triton_head import best_tiles, finish_step, score_head
+from infer.ops.triton_plan import (
+    DecodeConfig,
+    DecodePlan,
+    decode_config,
+    empty_plan,
+    plan_decode,
+)
 from infer.ops.triton_prefill import PrefillPlan, plan_prefill, prefill_attention
 from infer.ops.triton_ranks import decode_layers_of_rank
 from infer.ops.triton_step import (
@@ -23,10 +31,16 @@ from infer.ops.triton_step import (
     DecodeInputs,
     decode_buffers,
     decode_layers,
+    empty_buffers,
     step_config,
 )
 from infer.parallel import TP
 from infer.weights import Weights
+
+if TYPE_CHECKING:
+    from infer.rows import RowState
+
+Run = tuple[DecodeBuffers, DecodeInputs]  # what the steps of a fused decode pass on
 
 
 class Placed(Protocol):
@@ -132,52 +146,90 @@ class TritonDecode:
     cos_sin: Tensor
     pdl: bool
 
-    def layers(
+    def start(
         self,
         weights: Weights,
         kv: KVCache,
-        hidden: Tensor,
-        meta: AttentionMeta,
+        rows: RowState,
+        batch: Batch,
+        changed: Mapping[str, Tensor],
         shape: LayerShape,
-        tp: TP,
-    ) -> tuple[DecodeBuffers, DecodeInputs]:
-        """Run all layers over the embedded tokens."""
-        step = DecodeInputs(
-            plan=_plan(meta, step_config(hidden.shape[0], kv.k[0], shape), shape),
+    ) -> Run:
+        """Everything before the layers in one kernel."""
+        meta, size = batch.attention, weights.embed.shape[1]
+        num_seqs = meta.context_lens.shape[0]
+        plan = empty_plan(
+            num_seqs,
+            config=step_config(num_seqs, kv.k[0], shape),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            device=weights.embed.device,
+        )
+        like = weights.embed.new_empty(num_seqs, size)
+        buffers = empty_buffers(like, weights.layers[0], shape)
+        begin_step(
+            buffers.hidden,
+            weights.embed,
+            batch,
+            rows.last_token,
+            rows.words,
+            changed["places"],
+            changed["words"],
+            plan,
+            sliding_window=shape.sliding_window,
+            pdl=self.pdl,
+        )
+        return buffers, self._inputs(plan, meta, shape)
+
+    def start_embedded(
+        self, weights: Weights, kv: KVCache, hidden: Tensor, meta: AttentionMeta, shape: LayerShape
+    ) -> Run:
+        """The same for tokens that are embedded already, by all ranks."""
+        plan = _plan(meta, step_config(hidden.shape[0], kv.k[0], shape), shape)
+        return decode_buffers(hidden, weights.layers[0], shape), self._inputs(plan, meta, shape)
+
+    def _inputs(self, plan: DecodePlan, meta: AttentionMeta, shape: LayerShape) -> DecodeInputs:
+        return DecodeInputs(
+            plan=plan,
             block_tables=meta.block_tables,
             cos_sin=self.cos_sin,
             slot_mapping=meta.slot_mapping,
             shape=shape,
             pdl=self.pdl,
         )
-        buffers = decode_buffers(hidden, weights.layers[0], shape)
+
+    def layers(self, weights: Weights, kv: KVCache, run: Run, tp: TP) -> Run:
+        """Run all layers."""
+        buffers, step = run
         if tp.size > 1:
             return decode_layers_of_rank(weights, kv.k, kv.v, buffers, step, tp), step
         decode_layers(weights, kv.k, kv.v, buffers, step)
-        return buffers, step
+        return run
 
-    def sample(
-        self,
-        weights: Weights,
-        run: tuple[DecodeBuffers, DecodeInputs],
-        sample_rows: Tensor,
-        positions: Tensor,
-        params: SamplingRows,
-        held: range,
-    ) -> Sampled:
-        """Sample every row without writing logits; for rows that truncate nothing."""
-        buffers, step = run
-        return sample_head(
-            buffers.normed,
+    def score(
+        self, weights: Weights, run: Run, batch: Batch, rows: RowState, held: range
+    ) -> tuple[Tensor, Tensor]:
+        """Score every row's logits without writing them where that pays."""
+        return score_head(
+            run[0].normed,
             weights.lm_head[: len(held)],
-            sample_rows,
-            positions,
-            params,
+            batch.sample_rows,
+            batch.sample_positions,
+            rows.sampling,
             vocab_offset=held.start,
-            pdl=step.pdl,
+            pdl=self.pdl,
         )
 
-    def normed(self, weights: Weights, run: tuple[DecodeBuffers, DecodeInputs]) -> Tensor:
+    def sample(self, scored: tuple[Tensor, Tensor]) -> Sampled:
+        """The best of what ``score`` returned."""
+        return best_tiles(scored, pdl=self.pdl)
+
+    def finish(self, scored: tuple[Tensor, Tensor], batch: Batch, rows: RowState) -> Tensor:
+        """The same as a step's results, remembered."""
+        return finish_step(scored, batch.sample_rows, rows.last_token, pdl=self.pdl)
+
+    def normed(self, run: Run) -> Tensor:
         """The final norm of every row, for an LM head of one's own."""
         return run[0].normed
 

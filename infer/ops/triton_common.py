@@ -4,8 +4,9 @@ Note [dependent launch]: the decode kernels are launched with programmatic depen
 kernel starts while its predecessor still runs. Each one first lets its own successor start, then
 reads what no kernel of the step writes (weights, KV of earlier positions, batch metadata), and only
 then waits for its predecessor. No program writes before it has waited, and of every kernel some
-wait, which makes the order transitive: a kernel is complete only when all its programs are. Batch
-metadata must be complete before the last ordinary launch ahead of the chain.
+wait, which makes the order transitive: a kernel is complete only when all its programs are. What a
+kernel reads ahead of its wait must be complete before the last ordinary launch ahead of the chain,
+or written by that launch, whose programs then end with a fence: nothing starts before they end.
 """
 
 from __future__ import annotations

@@ -24,10 +24,13 @@ from infer.ops.triton_common import (
     next_power_of_2,
     release_successor,
 )
-from infer.ops.triton_noise import row_keys, sampling_score
+from infer.ops.triton_head_hopper import score_tiles, suits_hopper_head
+from infer.ops.triton_noise import may_beat, row_keys, sampling_score
 
 FUSED_ROWS = 96  # above, cuBLAS makes the logits: its tiles read x less often
-SCORE_TILE = 4096  # logits a program scores
+LOWEST = tl.constexpr(-3.0e38)  # finite, so that differences are too
+SCORE_BLOCK = 2048
+SCORE_PROGRAMS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,39 +102,61 @@ def _head_kernel(
 
 
 @triton.jit
+def _load_logits(row_ptr, n, end):
+    return tl.load(row_ptr + n, mask=n < end, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def _score_kernel(
     logits_ptr, logits_stride, best_ptr, id_ptr, sample_rows, positions, temperatures, seeds,
-    choices, num_rows, first_id,
+    choices, span, first_id,
     SIZE_N: tl.constexpr, BLOCK_N: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Best of a tile of one row of logits that are there already."""
-    tile = tl.program_id(0)
-    num_tiles = tl.num_programs(0)
+    """Best of ``span`` columns of one row of logits that are there already.
+
+    Blocks in which nothing can beat the best so far, which soon are most, are not scored.
+    """
+    part = tl.program_id(0)
     row = tl.program_id(1)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = n < SIZE_N
-    logit = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + n, mask=mask, other=0.0)
-    logit = logit.to(tl.float32)
     param = tl.load(sample_rows + row)
     first, second = row_keys(
         tl.load(seeds + 2 * param), tl.load(seeds + 2 * param + 1),
         tl.load(choices + param), tl.load(positions + row),
     )  # fmt: skip
     temperature = tl.load(temperatures + param)
-    score = sampling_score(logit, temperature, first, second, n + first_id, FAST)
-    score = tl.where(mask & (score == score), score, float("-inf"))
-    best, where = tl.max(score, axis=0, return_indices=True)
-    bad = tl.sum((mask & (logit != logit)).to(tl.int32), axis=0) > 0
-    tl.store(best_ptr + row * num_tiles + tile, tl.where(bad, float("nan"), best))
-    tl.store(id_ptr + row * num_tiles + tile, tile * BLOCK_N + where + first_id)
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    end = tl.minimum((part + 1) * span, SIZE_N)
+    cols = tl.arange(0, BLOCK_N)
+    best = LOWEST
+    winner = part * span
+    bad = 0
+    following = _load_logits(row_ptr, part * span + cols, end)
+    for start in range(part * span, end, BLOCK_N):
+        n = start + cols
+        logit = following
+        following = _load_logits(row_ptr, n + BLOCK_N, end)
+        hope = may_beat(best, logit, temperature, first, second, n + first_id)
+        if tl.max(hope.to(tl.int32), axis=0) > 0:
+            score = sampling_score(logit, temperature, first, second, n + first_id, FAST)
+            score = tl.where(score == score, score, float("-inf"))
+            top, where = tl.max(score, axis=0, return_indices=True)
+            bad += tl.sum((logit != logit).to(tl.int32), axis=0)
+            winner = tl.where(top > best, start + where, winner)
+            best = tl.maximum(top, best)
+    best = tl.where(best > LOWEST, best, float("-inf"))
+    out = row * tl.num_programs(0) + part
+    tl.store(best_ptr + out, tl.where(bad > 0, float("nan"), best))
+    tl.store(id_ptr + out, winner + first_id)
 
 
 @triton.jit
 def _best_tile_kernel(
-    best_ptr, id_ptr, token_ptr, score_ptr, nan_ptr, num_tiles, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    best_ptr, id_ptr, token_ptr, nan_ptr, score_ptr, sample_rows, last_token, num_tiles,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best tile of one row."""
+    """The best tile of one row. STEP: NaN marks follow the tokens, and the row remembers its own;
+    else there is a score.
+    """
     release_successor(PDL)
     row = tl.program_id(0)
     tiles = tl.arange(0, BLOCK)
@@ -151,12 +176,43 @@ def _best_tile_kernel(
         token = tl.where(better, ids, token)
     best = tl.max(top, axis=0)
     winner = tl.min(tl.where(top == best, token, 0x7FFFFFFF), axis=0)
-    tl.store(token_ptr + row, tl.where(winner == 0x7FFFFFFF, 0, winner))
-    tl.store(score_ptr + row, best)
-    tl.store(nan_ptr + row, tl.sum(bad, axis=0) > 0)
+    winner = tl.where(winner == 0x7FFFFFFF, 0, winner)
+    broken = tl.sum(bad, axis=0) > 0
+    tl.store(token_ptr + row, winner)
+    if STEP:
+        tl.store(token_ptr + tl.num_programs(0) + row, broken.to(tl.int32))
+        tl.store(last_token + tl.load(sample_rows + row), winner)
+    else:
+        tl.store(nan_ptr + row, broken)
+        tl.store(score_ptr + row, best)
 
 
-def sample_head(
+def score_logits(
+    logits: Tensor,
+    sample_rows: Tensor,
+    positions: Tensor,
+    params: SamplingRows,
+    *,
+    vocab_offset: int = 0,
+    block: int = SCORE_BLOCK,
+    programs: int = SCORE_PROGRAMS,
+) -> tuple[Tensor, Tensor]:
+    """``score_head`` where the logits ``[rows, vocab]`` are there already.
+
+    ``block`` logits, a power of two, are scored together; about ``programs`` share the rows.
+    """
+    rows, vocab = logits.shape
+    span = cdiv(cdiv(vocab, max(1, programs // rows)), block) * block
+    best, ids = _of_tiles(logits, cdiv(vocab, span))
+    _score_kernel[(best.shape[1], rows)](
+        logits, logits.stride(0), best, ids, sample_rows, positions, params.temperature,
+        params.seed, params.choice, span, vocab_offset,
+        SIZE_N=vocab, BLOCK_N=block, FAST=not interpreted(), num_warps=4,
+    )  # fmt: skip
+    return best, ids
+
+
+def score_head(
     x: Tensor,
     lm_head: Tensor,
     sample_rows: Tensor,
@@ -164,49 +220,74 @@ def sample_head(
     params: SamplingRows,
     *,
     vocab_offset: int = 0,
-    config: HeadConfig | None = None,
     pdl: bool = False,
-) -> Sampled:
-    """Sample one token from each row's logits ``x @ lm_head.T``, without truncation.
+) -> tuple[Tensor, Tensor]:
+    """Score the logits ``x @ lm_head.T`` of each row by tiles of the vocabulary, no truncation.
 
     Args:
         x: ``[rows, hidden]``, after the final norm.
         sample_rows: i32[rows], each row's place in ``params`` (temperature, seed, choice).
         positions: i32[rows], position of the token to be sampled.
+
+    Returns:
+        The best score of every tile, f32[rows, tiles], NaN where a logit is; and its token, i32.
     """
     rows, size_k = x.shape
-    size_n = lm_head.shape[0]
-    fast = not interpreted()
-    separate = config is None and rows > FUSED_ROWS and x.dtype != torch.float32
-    config = config or head_config(rows, x.dtype.itemsize * 8)
-    block_n = SCORE_TILE if separate else config.block_n
-    tiles = cdiv(size_n, block_n)
-    best = torch.empty((rows, tiles), dtype=torch.float32, device=x.device)
-    ids = torch.empty((rows, tiles), dtype=torch.int32, device=x.device)
-    rest = (
-        best, ids, sample_rows, positions, params.temperature, params.seed, params.choice, rows,
-        vocab_offset,
-    )  # fmt: skip
-    if separate:
+    rest = (sample_rows, positions, params)
+    if suits_hopper_head(x, lm_head):
+        return score_tiles(x, lm_head, *rest, vocab_offset=vocab_offset, pdl=pdl)
+    if rows > FUSED_ROWS and x.dtype != torch.float32:
         logits = torch.nn.functional.linear(x, lm_head)
-        _score_kernel[(tiles, rows)](
-            logits, logits.stride(0), *rest,
-            SIZE_N=size_n, BLOCK_N=block_n, FAST=fast, num_warps=4,
-        )  # fmt: skip
-    else:
-        _head_kernel[(cdiv(rows, config.block_m), tiles)](
-            x, x.stride(0), lm_head, *rest,
-            SIZE_N=size_n, SIZE_K=size_k, BLOCK_M=config.block_m, BLOCK_N=block_n,
-            BLOCK_K=config.block_k, PRECISION=dot_precision(x.dtype), FAST=fast, PDL=pdl,
-            num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(pdl),
-        )  # fmt: skip
+        return score_logits(logits, *rest, vocab_offset=vocab_offset)
+    config = head_config(rows, x.dtype.itemsize * 8)
+    best, ids = _of_tiles(x, cdiv(lm_head.shape[0], config.block_n))
+    _head_kernel[(cdiv(rows, config.block_m), best.shape[1])](
+        x, x.stride(0), lm_head, best, ids, sample_rows, positions, params.temperature,
+        params.seed, params.choice, rows, vocab_offset,
+        SIZE_N=lm_head.shape[0], SIZE_K=size_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, PRECISION=dot_precision(x.dtype), FAST=not interpreted(),
+        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(pdl),
+    )  # fmt: skip
+    return best, ids
+
+
+def _of_tiles(x: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
+    """Room for the best score and token of each row's tiles."""
+    shape = (x.shape[0], tiles)
+    best = torch.empty(shape, dtype=torch.float32, device=x.device)
+    return best, torch.empty(shape, dtype=torch.int32, device=x.device)
+
+
+def best_tiles(scored: tuple[Tensor, Tensor], *, pdl: bool = False) -> Sampled:
+    """Sample one token a row: the best of what ``score_head`` returned."""
+    best, ids = scored
+    rows, tiles = best.shape
     sampled = Sampled(
-        tokens=torch.empty(rows, dtype=torch.int32, device=x.device),
-        scores=torch.empty(rows, dtype=torch.float32, device=x.device),
-        nan=torch.empty(rows, dtype=torch.bool, device=x.device),
+        tokens=torch.empty(rows, dtype=torch.int32, device=best.device),
+        scores=torch.empty(rows, dtype=torch.float32, device=best.device),
+        nan=torch.empty(rows, dtype=torch.bool, device=best.device),
     )
     _best_tile_kernel[(rows,)](
-        best, ids, sampled.tokens, sampled.scores, sampled.nan, tiles,
-        BLOCK=min(1024, next_power_of_2(tiles)), PDL=pdl, num_warps=4, **launch_options(pdl),
+        best, ids, sampled.tokens, sampled.nan, sampled.scores, ids, ids, tiles,
+        BLOCK=min(1024, next_power_of_2(tiles)), STEP=False, PDL=pdl, num_warps=4,
+        **launch_options(pdl),
     )  # fmt: skip
     return sampled
+
+
+def finish_step(
+    scored: tuple[Tensor, Tensor], sample_rows: Tensor, last_token: Tensor, *, pdl: bool
+) -> Tensor:
+    """``best_tiles`` as a step's results i32[2, rows]: tokens, and whether a logit was NaN.
+
+    Writes each token to ``last_token[sample_rows]`` too.
+    """
+    best, ids = scored
+    rows, tiles = best.shape
+    results = torch.empty((2, rows), dtype=torch.int32, device=best.device)
+    _best_tile_kernel[(rows,)](
+        best, ids, results, results, best, sample_rows, last_token, tiles,
+        BLOCK=min(1024, next_power_of_2(tiles)), STEP=True, PDL=pdl, num_warps=4,
+        **launch_options(pdl),
+    )  # fmt: skip
+    return results

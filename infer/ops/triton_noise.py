@@ -13,6 +13,7 @@ MUL_2 = tl.constexpr(noise.MUL_2)
 SCALE = tl.constexpr(noise.SCALE)
 HALF = tl.constexpr(noise.HALF)
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 GREEDY_BELOW = tl.constexpr(sampling.GREEDY_BELOW)
 
 
@@ -64,12 +65,18 @@ def _log2(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _uniform(bits):
+    """The number in (0, 1) that ``log_exponential`` begins with."""
+    return bits.to(tl.float32) * SCALE + HALF
+
+
+@triton.jit
 def log_exponential(bits, FAST: tl.constexpr):
     """See ``infer.ops.noise.log_exponential``, to about 1e-6.
 
     Small variates decide who wins, and there -log(1 - v) is a short series.
     """
-    v = bits.to(tl.float32) * SCALE + HALF
+    v = _uniform(bits)
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6))))))
     variate = tl.where(v < 1 / 16, series, _log2(1.0 - v, FAST) * -LN2)
     return _log2(variate, FAST) * LN2
@@ -82,3 +89,17 @@ def sampling_score(logit, temperature, first, second, ids, FAST: tl.constexpr):
     inverse = 1.0 / tl.where(greedy, 1.0, temperature)
     noise = tl.where(greedy, 0.0, log_exponential(noise_bits(first, second, ids), FAST))
     return logit * inverse - noise
+
+
+@triton.jit
+def may_beat(best, logit, temperature, first, second, ids):
+    """False only where ``sampling_score`` is surely below ``best``; at less than half its price.
+
+    ``best`` is finite. With noise -log(E), E = -log(1 - v) >= v: a score above it takes
+    v <= exp(x - best) for the scaled logit x. One per cent more covers what is rounded. A logit
+    that is NaN gives True.
+    """
+    greedy = temperature < GREEDY_BELOW
+    x = logit * (1.0 / tl.where(greedy, 1.0, temperature))
+    v = tl.where(greedy, 1.0, _uniform(noise_bits(first, second, ids)))
+    return ~(v > tl.exp2(tl.minimum(x - best, 1.0) * LOG2E + 1 / 64))

@@ -23,8 +23,10 @@ from infer.ops.triton_tiles import suits_tiles, tiles_config, tiles_linear
 from infer.ops.triton_vector import vector_linear
 from infer.weights import LayerWeights, Weights
 
-SWIGLU_ROWS = 64  # above, cuBLAS makes gate and up where the tiles of Hopper do not
-MATRIX_ROWS = 128  # above, cuBLAS makes all projections that they do not
+# Above any of these cuBLAS makes a projection.
+LARGE = 1 << 23  # weights; for a model of 8B it is up to twice as fast as the tiles of Hopper
+SWIGLU_ROWS = 64  # of gate and up, where those tiles do not make them
+MATRIX_ROWS = 128  # of the others, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +52,27 @@ class DecodeBuffers:
     activated: Tensor  # [num_seqs, intermediate_size]
 
 
+def empty_buffers(like: Tensor, w: LayerWeights, shape: LayerShape) -> DecodeBuffers:
+    """Allocate the activations, ``hidden`` of the shape of ``like``."""
+    rows = like.shape[0]
+    return DecodeBuffers(
+        hidden=torch.empty_like(like),
+        normed=torch.empty_like(like),
+        qkv=like.new_empty(rows, w.qkv.shape[0]),
+        attended=like.new_empty(rows, shape.num_heads * shape.head_dim),
+        activated=like.new_empty(rows, w.down.shape[1]),
+    )
+
+
 def decode_buffers(hidden: Tensor, w: LayerWeights, shape: LayerShape) -> DecodeBuffers:
     """Allocate the activations, ``hidden`` with a copy of the embedded tokens.
 
     Call it after ``plan_decode``: the copy is the ordinary launch that Note [dependent launch] asks
     for between what the chain reads early and the chain.
     """
-    rows = hidden.shape[0]
-    return DecodeBuffers(
-        hidden=hidden.clone(),
-        normed=torch.empty_like(hidden),
-        qkv=hidden.new_empty(rows, w.qkv.shape[0]),
-        attended=hidden.new_empty(rows, shape.num_heads * shape.head_dim),
-        activated=hidden.new_empty(rows, w.down.shape[1]),
-    )
+    buffers = empty_buffers(hidden, w, shape)
+    buffers.hidden.copy_(hidden)
+    return buffers
 
 
 def decode_layers(
@@ -177,10 +186,11 @@ def suits_few(b: DecodeBuffers) -> bool:
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bool) -> None:
     """Write ``out = x @ weight.T + bias``."""
     rows, size_k = x.shape
-    if suits_tiles(x, weight):
+    small = weight.numel() <= LARGE
+    if small and suits_tiles(x, weight):
         tiles = tiles_config(rows, size_k, swiglu=False, parts=False)
         tiles_linear(x, weight, out, bias=bias, config=tiles, pdl=pdl)
-    elif rows <= MATRIX_ROWS:
+    elif small and rows <= MATRIX_ROWS:
         config = matrix_config(rows, weight.shape[0], size_k, x.dtype.itemsize * 8)
         matrix_linear(x, weight, out, bias=bias, config=config, pdl=pdl)
     elif bias is None:
@@ -192,10 +202,11 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bo
 def swiglu(x: Tensor, w: LayerWeights, out: Tensor, pdl: bool) -> None:
     """Write SwiGLU of the gate and up projections of ``x``."""
     rows, size_k = x.shape
-    if suits_tiles(x, w.gate_up):
+    small = w.gate_up.numel() <= LARGE
+    if small and suits_tiles(x, w.gate_up):
         tiles = tiles_config(rows, size_k, swiglu=True, parts=False)
         tiles_linear(x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, config=tiles, pdl=pdl)
-    elif rows <= SWIGLU_ROWS:
+    elif small and rows <= SWIGLU_ROWS:
         config = matrix_config(rows, out.shape[1], size_k, x.dtype.itemsize * 8, swiglu=True)
         matrix_linear(x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, config=config, pdl=pdl)
     else:
@@ -205,11 +216,12 @@ def swiglu(x: Tensor, w: LayerWeights, out: Tensor, pdl: bool) -> None:
 def _parts(x: Tensor, weight: Tensor, pdl: bool) -> Tensor:
     """``x @ weight.T`` without bias, whole or in parts, for ``sum_norm``."""
     (rows, size_k), size_n = x.shape, weight.shape[0]
-    if suits_tiles(x, weight):
+    small = weight.numel() <= LARGE
+    if small and suits_tiles(x, weight):
         tiles = tiles_config(rows, size_k, swiglu=False, parts=True)
         parts = x.new_empty((tiles.split, rows, size_n), dtype=torch.float32)
         tiles_linear(x, weight, parts, config=tiles, pdl=pdl)
-    elif rows <= MATRIX_ROWS:
+    elif small and rows <= MATRIX_ROWS:
         config = matrix_config(rows, size_n, size_k, x.dtype.itemsize * 8, parts=True)
         parts = x.new_empty((config.split, rows, size_n), dtype=torch.float32)
         matrix_linear(x, weight, parts, config=config, pdl=pdl)

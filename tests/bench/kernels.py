@@ -29,7 +29,7 @@ from infer.ops import (
 )
 from infer.ops.sampling import SamplingRows
 from infer.ops.triton_common import dependent_launch
-from infer.ops.triton_head import sample_head
+from infer.ops.triton_head import finish_step, score_head
 from infer.weights import LayerWeights, Weights
 
 BYTES_PER_US = 4.8e6
@@ -60,6 +60,7 @@ class Case:
     seq_rows: Tensor
     context_lens: Tensor
     params: SamplingRows
+    last_token: Tensor
 
 
 def make_weights(device: torch.device, layers: int = LAYERS) -> Weights:
@@ -116,7 +117,7 @@ def make_case(
         choice=words,
     )  # fmt: skip
     buffers = triton_step.decode_buffers(hidden, weights.layers[0], SHAPE)
-    return Case(weights, k, v, buffers, step, rows, context_lens, params)
+    return Case(weights, k, v, buffers, step, rows, context_lens, params, words.clone())
 
 
 def plan_for(
@@ -139,10 +140,11 @@ def run_step(case: Case, start: Tensor) -> None:
 
 def sample(case: Case) -> None:
     """LM head and sampling."""
-    sample_head(
+    scored = score_head(
         case.buffers.normed, case.weights.lm_head, case.seq_rows, case.context_lens, case.params,
         pdl=case.step.pdl,
     )  # fmt: skip
+    finish_step(scored, case.seq_rows, case.last_token, pdl=case.step.pdl)
 
 
 def parts(case: Case) -> dict[str, tuple[Callable[[], None], float]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from infer.batch import AttentionMeta, Batch
 from infer.ops import (
     LayerShape,
     noise,
@@ -19,8 +21,10 @@ from infer.ops import (
 )
 from infer.ops.sample import sample
 from infer.ops.sampling import SampleFlags, SamplingRows
+from infer.ops.triton_begin import begin_step
 from infer.ops.triton_common import dependent_launch
-from infer.ops.triton_head import sample_head
+from infer.ops.triton_head import best_tiles, finish_step, score_head, score_logits
+from infer.ops.triton_head_hopper import MAX_ROWS, MIN_ROWS, suits_hopper_head
 from infer.weights import LayerWeights, Weights
 from tests.gpu import reference
 
@@ -76,7 +80,8 @@ def test_rows_linear(device, rows, size_n, size_k, shared):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [9, 33, 70, 130, 256])
 @pytest.mark.parametrize(("size_n", "size_k"), [(96, 576), (1000, 1024), (80, 5000)])
-def test_tiles_linear(device, rows, size_n, size_k):
+@pytest.mark.parametrize("memory", [{}, {"shared_kib": 144, "weight_kib": 64}])
+def test_tiles_linear(device, rows, size_n, size_k, memory):
     """Columns and rows that fill no tile, and more weights than shared memory holds."""
     generator = torch.Generator().manual_seed(rows)
     make = lambda *s: torch.randn(s, generator=generator).bfloat16().to(device)  # noqa: E731
@@ -87,10 +92,12 @@ def test_tiles_linear(device, rows, size_n, size_k):
     wanted = {True: _swiglu(x.float(), weight, bias), False: expected}
     for swiglu, result in wanted.items():
         config = triton_tiles.tiles_config(rows, size_k, swiglu=swiglu, parts=False)
+        config = replace(config, **memory)
         out = torch.full_like(result, float("nan"), dtype=torch.bfloat16)
         triton_tiles.tiles_linear(x, weight, out, bias=bias, swiglu=swiglu, config=config)
         assert reference.relative_error(out, result) < TOLERANCE[torch.bfloat16]
     config = triton_tiles.tiles_config(rows, size_k, swiglu=False, parts=True)
+    config = replace(config, **memory)
     parts = torch.full((config.split, *expected.shape), float("nan"), device=device)
     triton_tiles.tiles_linear(x, weight, parts, config=config)
     assert reference.relative_error(parts.sum(0) + bias.float(), expected) < 1e-5
@@ -151,7 +158,7 @@ def test_sample_head_draws_what_the_sampler_draws(device, rows):
     sample_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(torch.int32).to(device)
     positions = torch.randint(0, 1 << 20, (rows,), generator=generator).to(torch.int32).to(device)
     normed = reference.rms_norm(x, norm, EPS)
-    got = sample_head(normed, head, sample_rows, positions, table, vocab_offset=5)
+    got = best_tiles(score_head(normed, head, sample_rows, positions, table, vocab_offset=5))
     expected = sample(
         (normed @ head.T).cpu(), torch.arange(rows), positions.cpu(),
         _cpu(table).select(sample_rows.cpu()), SampleFlags(), vocab_offset=5,
@@ -159,6 +166,120 @@ def test_sample_head_draws_what_the_sampler_draws(device, rows):
     assert torch.equal(got.tokens.cpu(), expected.tokens)
     assert torch.allclose(got.scores.cpu(), expected.scores, rtol=1e-5, atol=1e-5)
     assert not got.nan.any()
+
+
+@pytest.mark.parametrize("scale", [0.5, 20.0])
+def test_blocks_without_hope_are_skipped_in_vain(device, scale):
+    """Scores of later blocks are left out where they cannot win: the tokens are the same."""
+    generator = torch.Generator().manual_seed(3)
+    rows, vocab = 8, 4000
+    logits = torch.randn(rows, vocab, generator=generator) * scale
+    logits[4] = 3.0  # greedy or not, every score that ties must be looked at
+    logits[5, ::7] = float("-inf")
+    logits[6] = torch.arange(vocab) / 100.0  # every block beats the one before
+    table = _params(rows, device, generator)
+    index = torch.arange(rows, dtype=torch.int32, device=device)
+    positions = (1000 * index).to(torch.int32)
+    of = partial(score_logits, block=256, programs=2 * rows)
+    got = best_tiles(of(logits.to(device), index, positions, table, vocab_offset=9))
+    expected = sample(
+        logits, index.cpu(), positions.cpu(), _cpu(table), SampleFlags(), vocab_offset=9
+    )
+    assert torch.equal(got.tokens.cpu(), expected.tokens)
+    assert torch.allclose(got.scores.cpu(), expected.scores, rtol=1e-5, atol=1e-5)
+    logits[2, 3900] = float("nan")
+    logits[7] = float("-inf")
+    got = best_tiles(of(logits.to(device), index, positions, table))
+    assert got.nan.tolist() == [row == 2 for row in range(rows)]
+    assert ((got.tokens >= 0) & (got.tokens < vocab)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [MIN_ROWS, 64, 65, 128, 130, MAX_ROWS])
+@pytest.mark.parametrize(("vocab", "hidden"), [(403, 64), (20_000, 1024), (40_001, 584)])
+def test_hopper_head_draws_what_the_sampler_draws(device, rows, vocab, hidden):
+    """Of small integers every sum is exact, so logits, and equal ones, are the reference's."""
+    generator = torch.Generator().manual_seed(rows)
+    ints = lambda *s: torch.randint(-2, 3, s, generator=generator).bfloat16()  # noqa: E731
+    x, head = ints(rows, hidden), ints(vocab, hidden)
+    if not suits_hopper_head(x.to(device), head.to(device)):
+        pytest.skip("needs a Hopper GPU")
+    table = _params(rows + 2, device, generator)
+    table.temperature.mul_(2.0 * hidden**0.5)
+    sample_rows = torch.randperm(rows + 2, generator=generator)[:rows].to(torch.int32)
+    positions = torch.randint(0, 1 << 20, (rows,), generator=generator).to(torch.int32)
+    given = (head.to(device), sample_rows.to(device), positions.to(device), table)
+    expected = sample(
+        x.float() @ head.float().T, torch.arange(rows), positions, _cpu(table).select(sample_rows),
+        SampleFlags(), vocab_offset=5,
+    )  # fmt: skip
+    for _ in range(10):
+        got = best_tiles(score_head(x.to(device), *given, vocab_offset=5))
+        assert torch.equal(got.tokens.cpu(), expected.tokens)
+        assert torch.allclose(got.scores.cpu(), expected.scores, rtol=1e-5, atol=2e-5)
+        assert not got.nan.any()
+    x[rows - 1, 3] = float("nan")
+    got = best_tiles(score_head(x.to(device), *given))
+    assert got.nan.tolist() == [row == rows - 1 for row in range(rows)]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_what_a_step_begins_and_ends_with(device, rows):
+    generator = torch.Generator().manual_seed(rows)
+    ints = lambda high, *s: torch.randint(0, high, s, generator=generator).to(torch.int32)  # noqa: E731
+    count, hidden, vocab = rows + 2, 24, 50
+    embed = torch.randn(vocab, hidden, generator=generator)
+    words = ints(vocab, 16 * count)
+    src_rows = torch.randperm(count, generator=generator)[:rows].to(torch.int32)
+    src_rows[1::3] = -1
+    # The last token of the first row changes in this step, and so does a word behind all of them.
+    places = torch.full((rows,), 9 * count, dtype=torch.int32)
+    places[:1] = src_rows[:1]
+    new_words = torch.full((rows,), 17, dtype=torch.int32)
+    new_words[:1] = 3
+    input_ids, seq_rows, lens = ints(vocab, rows), ints(count, rows), 1 + ints(900, rows)
+    expected_words = words.clone()
+    expected_words[places.long()] = new_words
+    token_ids = torch.where(
+        src_rows < 0, input_ids, expected_words[:count][src_rows.clamp_min(0).long()]
+    )
+    on = lambda t: t.to(device)  # noqa: E731
+    words, embed = on(words), on(embed)
+    nothing = on(lens)[:0]
+    meta = AttentionMeta(
+        positions=nothing, slot_mapping=nothing, seq_rows=on(seq_rows), cu_seqlens_q=nothing,
+        context_lens=on(lens), block_tables=nothing, max_seqlen_q=1, max_seqlen_k=900, decode=True,
+    )  # fmt: skip
+    batch = Batch(
+        input_ids=on(input_ids), src_rows=on(src_rows), attention=meta, logits_rows=nothing,
+        sample_logits=nothing, sample_rows=nothing, sample_positions=nothing, prompt_rows=nothing,
+        prompt_targets=nothing,
+    )  # fmt: skip
+    config = triton_plan.decode_config(rows, 32)
+    shape = {"config": config, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    plan = triton_plan.empty_plan(rows, device=device, **shape)
+    plan.counters.fill_(7)
+    out = torch.full((rows, hidden), float("nan"), device=device)
+    begin_step(
+        out, embed, batch, words[:count], words, on(places), on(new_words), plan,
+        sliding_window=None, pdl=dependent_launch(device),
+    )  # fmt: skip
+    assert torch.equal(out, embed[on(token_ids).long()])
+    assert torch.equal(words.cpu(), expected_words)
+    wanted = triton_plan.plan_decode(meta.seq_rows, meta.context_lens, **shape)
+    assert torch.equal(plan.items, wanted.items)
+    assert not plan.counters.any()
+
+    best, ids = torch.randn(rows, 9, generator=generator), ints(vocab, rows, 9)
+    best[rows - 1, 4] = float("nan")
+    sample_rows = torch.randperm(count, generator=generator)[:rows].to(torch.int32)
+    last_token = on(torch.full((count,), -1, dtype=torch.int32))
+    tokens, broken = finish_step((on(best), on(ids)), on(sample_rows), last_token, pdl=False)
+    assert broken.tolist() == [int(row == rows - 1) for row in range(rows)]
+    assert tokens[: rows - 1].tolist() == [int(ids[r, best[r].argmax()]) for r in range(rows - 1)]
+    remembered = torch.full((count,), -1, dtype=torch.int32)
+    remembered[sample_rows.long()] = tokens.cpu()
+    assert torch.equal(last_token.cpu(), remembered)
 
 
 def _cpu(p: SamplingRows) -> SamplingRows:
@@ -177,10 +298,10 @@ def test_sample_head_reports_nan_and_breaks_ties_low(device, rows):
     params = _params(rows, device, torch.Generator().manual_seed(0))
     params.temperature.zero_()
     index = torch.arange(rows, dtype=torch.int32, device=device)
-    got = sample_head(x, head, index, index, params)
+    got = best_tiles(score_head(x, head, index, index, params))
     assert got.tokens.tolist() == [111] * rows
     x[1] = float("nan")
-    got = sample_head(x, head, index, index, params)
+    got = best_tiles(score_head(x, head, index, index, params))
     assert got.nan.tolist() == [i == 1 for i in range(rows)]
     assert (got.tokens >= 0).all()
     assert (got.tokens < vocab).all()

@@ -149,7 +149,7 @@ class Turns:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 20])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_decode_of_ranks(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, count: int, size: int
 ) -> None:
@@ -172,18 +172,22 @@ def test_decode_of_ranks(
     def through(model: Model) -> tuple[Any, Any]:
         with turns.baton, torch.inference_mode():
             rows = make_rows(model, count, device)
-            values, _ = device_step.decode(
-                model, ours, cache(model, count, device), rows, batch, sampling=True
+            place = torch.full((count,), rows.last_token.shape[0] - 1, dtype=torch.int32)
+            changed = {"places": place.to(device), "words": torch.zeros_like(place).to(device)}
+            results, _ = device_step.decode(
+                model, ours, cache(model, count, device), rows, batch, changed, sampling=True
             )
             _, own = device_step.decode(
-                model, ours, cache(model, count, device), rows, batch, sampling=False
+                model, ours, cache(model, count, device), rows, batch, changed, sampling=False
             )
-        return values, own
+        assert results is not None
+        assert torch.equal(rows.last_token[batch.sample_rows.long()], results[0])
+        return results, own
 
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(through, ranks))
-    for values, _ in found:
-        assert torch.equal(values.tokens, expected.tokens)
-        assert not values.nan.any()
+    for (tokens, broken), _ in found:
+        assert torch.equal(tokens, expected.tokens)
+        assert not broken.any()
     logits = torch.cat([own for _, own in found], dim=-1)[:, :VOCAB]
     assert torch.allclose(logits, scores, atol=2e-4)
