@@ -1,14 +1,11 @@
 """Tokenizer of a checkpoint: text to ids, ids to bytes, conversations to ids.
 
-Built on the ``tokenizers`` package alone; transformers is imported only to convert a checkpoint
-that brings no ``tokenizer.json``.
+Built on the ``tokenizers`` package alone.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +21,8 @@ from infer import chat_template as chat
 from infer.continued import OpenEnd, continued_field
 from infer.errors import CheckpointError, RequestError
 from infer.token_bytes import ByteTable, byte_table
+from infer.tokenizer_files import read_backend, read_chat_templates, read_json
+from infer.tokenizer_twin import Twin, encode
 
 _NAMED = (
     "bos_token",
@@ -34,7 +33,6 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
-_OLD_FORMATS = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,22 +54,19 @@ class Tokenizer:
             CheckpointError: its files are damaged or of a kind this package does not read.
         """
         folder = Path(path)
-        if not (folder / "tokenizer.json").is_file():
-            if not any((folder / name).is_file() for name in _OLD_FORMATS):
-                return None
-            backend = _convert(folder)
-        else:
-            backend = _read_backend(folder / "tokenizer.json")
+        backend = read_backend(folder)
+        if backend is None:
+            return None
         config = {
-            **_read_json(folder / "special_tokens_map.json"),
-            **_read_json(folder / "tokenizer_config.json"),
+            **read_json(folder / "special_tokens_map.json"),
+            **read_json(folder / "tokenizer_config.json"),
         }
-        eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+        eos = read_json(folder / "generation_config.json").get("eos_token_id")
         return cls.build(
             backend,
             config,
             eos_token_ids=[eos] if isinstance(eos, int) else eos or (),
-            chat_templates=_chat_templates(folder, config),
+            chat_templates=read_chat_templates(folder, config),
         )
 
     @classmethod
@@ -148,7 +143,7 @@ class Tokenizer:
         Raises:
             RequestError: the text is not valid Unicode.
         """
-        return _encode(self.backend, text, add_special_tokens)
+        return encode(self.backend, text, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
@@ -208,7 +203,7 @@ class Tokenizer:
         if forged:
             ids = self._twin.encode(text, genuine)
         else:
-            ids = _encode(self.backend, text, add_special_tokens=False)
+            ids = encode(self.backend, text, add_special_tokens=False)
         self._check_controls(ids, [match.group() for match in genuine])
         return ids
 
@@ -292,114 +287,8 @@ class Tokenizer:
         return re.compile(chat.any_of(self._added_tokens) or "(?!)")
 
     @cached_property
-    def _twin(self) -> _Twin:
-        return _Twin.build(self.backend)
-
-
-@dataclass(frozen=True, slots=True)
-class _Twin:
-    """The same tokenizer, except that its added tokens have secret names.
-
-    Text that spells an added token is ordinary text to it, and all else (normalizing, word
-    boundaries, what an added token strips around itself) works as in the original.
-    """
-
-    backend: Backend
-    names: Mapping[str, str]  # content of an added token -> its secret name
-    ids: Mapping[int, int]  # id of an added token here -> its id in the original
-
-    @classmethod
-    def build(cls, original: Backend) -> _Twin:
-        state = json.loads(original.to_str())
-        backend = Backend.from_str(json.dumps({**state, "added_tokens": []}))
-        nonce = secrets.token_hex(16)
-        names: dict[str, str] = {}
-        ids: dict[int, int] = {}
-        for token_id, token in sorted(original.get_added_tokens_decoder().items()):
-            secret = not token.content.isspace()
-            name = f"\ue000{nonce}:{token_id}\ue001" if secret else token.content
-            renamed = AddedToken(
-                name,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=token.normalized and not secret,
-            )
-            backend.add_tokens([renamed])
-            names[token.content] = name
-            twin_id = backend.token_to_id(name)
-            assert twin_id is not None, "it was just added"
-            ids[twin_id] = token_id
-        return cls(backend, names, ids)
-
-    def encode(self, text: str, genuine: Sequence[re.Match[str]]) -> list[int]:
-        """Ids of ``text``, where only the ``genuine`` matches are added tokens."""
-        pieces, position = [], 0
-        for match in genuine:
-            pieces += [text[position : match.start()], self.names[match.group()]]
-            position = match.end()
-        renamed = "".join([*pieces, text[position:]])
-        return [self.ids.get(i, i) for i in _encode(self.backend, renamed, False)]
-
-
-def _encode(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
-    try:
-        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-    except (TypeError, UnicodeEncodeError) as error:
-        raise RequestError(
-            "the text is not valid Unicode (it holds half of a surrogate pair); repair it",
-            param="prompt",
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
-def _read_backend(path: Path) -> Backend:
-    try:
-        return Backend.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception
-        raise CheckpointError(
-            f"{path} is not a tokenizer this package reads ({error}); download it again"
-        ) from error
-
-
-def _convert(folder: Path) -> Backend:
-    """Make a tokenizer.json out of an older format."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        return Backend.from_str(tokenizer.backend_tokenizer.to_str())
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json and its older tokenizer files cannot be converted "
-            f"({error}); add a tokenizer.json"
-        ) from error
-
-
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. A .jinja file wins over the configuration, as in transformers."""
-    found: dict[str, str] = {}
-    stated = config.get("chat_template")
-    if isinstance(stated, str):
-        found["default"] = stated
-    elif isinstance(stated, list):
-        found |= {str(entry["name"]): str(entry["template"]) for entry in stated}
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
-    if (folder / "chat_template.jinja").is_file():
-        found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return found
+    def _twin(self) -> Twin:
+        return Twin.build(self.backend)
 
 
 def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
