@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -45,6 +46,8 @@ def main(descriptor: int) -> int:
     )
     reader.start()
     writer.put(wire.Ready(engine.info))
+    gc.collect()
+    gc.freeze()  # what start-up made lives as long as the process: collections need not look at it
 
     def emit(output: Output) -> None:
         writer.put(wire.output_message(output))

@@ -4,8 +4,8 @@ CPU time of the one thread, so that a busy machine measures the same as an idle 
 
     python -m tests.bench.host [--json] [--steps 400]
 
-``decode``: 256 running sequences of about a thousand tokens, and nobody ends. ``churn``: sequences
-end and start all the time over a full prefix cache, so that every few steps evict.
+``decode``: 1, 8 or 256 running sequences of about a thousand tokens, and nobody ends. ``churn``:
+sequences end and start all the time over a full prefix cache, so that every few steps evict.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infer.hostbatch import build
 from infer.schedule import schedule
 from infer.types import Request, SamplingParams
 
-NUM_SEQS = 256
+MAX_NUM_SEQS = 256
 VOCAB = 50_000
 TARGET_MS = 0.5
 
@@ -40,18 +40,23 @@ class Case:
     block_size: int
     num_blocks: int
     num_waiting: int
+    num_seqs: int = MAX_NUM_SEQS
     churn: bool = False
 
 
-CASES = tuple(
-    Case("decode", block_size, num_blocks, num_waiting)
-    for block_size in (16, 64)
-    for num_blocks in (17_000, 68_000)
-    for num_waiting in (0, 20_000)
-) + tuple(
-    Case("churn", 16, num_blocks, num_waiting, churn=True)
-    for num_blocks in (17_000, 68_000)
-    for num_waiting in (0, 20_000)
+CASES = (
+    tuple(Case("decode", 64, 17_000, 0, num_seqs) for num_seqs in (1, 8))
+    + tuple(
+        Case("decode", block_size, num_blocks, num_waiting)
+        for block_size in (16, 64)
+        for num_blocks in (17_000, 68_000)
+        for num_waiting in (0, 20_000)
+    )
+    + tuple(
+        Case("churn", 16, num_blocks, num_waiting, churn=True)
+        for num_blocks in (17_000, 68_000)
+        for num_waiting in (0, 20_000)
+    )
 )
 
 
@@ -88,7 +93,7 @@ def limits(case: Case) -> Limits:
     """An engine as a large GPU would run it."""
     return Limits(
         max_model_len=4096,
-        max_num_seqs=NUM_SEQS,
+        max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=8192,
         block_size=case.block_size,
         num_blocks=case.num_blocks,
@@ -117,7 +122,7 @@ def measure(case: Case, steps: int) -> Result:
     rng = np.random.default_rng(0)
     bounds, host = limits(case), hosts.make(limits(case))
     source = requests(case, 0, rng)
-    host = hosts.submit(host, [next(source) for _ in range(NUM_SEQS)], bounds)
+    host = hosts.submit(host, [next(source) for _ in range(case.num_seqs)], bounds)
     while len(host.waiting) or (host.seqs.num_total - host.seqs.num_cached_tokens > 1).any():
         host, _ = one_step(host, bounds, rng)
     template = next(source)
@@ -148,7 +153,7 @@ def measure(case: Case, steps: int) -> Result:
 
 
 def _top_up(host: Host, bounds: Limits, source: Iterator[Request]) -> Host:
-    missing = NUM_SEQS - len(host.seqs.rows_of) - len(host.waiting)
+    missing = MAX_NUM_SEQS - len(host.seqs.rows_of) - len(host.waiting)
     return hosts.submit(host, [next(source) for _ in range(missing)], bounds)
 
 
@@ -163,7 +168,7 @@ def main() -> None:
     results = []
     if not args.json:
         print(
-            "case    block   pool waiting  schedule   build  commit |"
+            "case    seqs block   pool waiting  schedule   build  commit |"
             "    mean     p50     p99     max"
         )
     for case in CASES:
@@ -171,7 +176,7 @@ def main() -> None:
         results.append(r)
         if not args.json:
             print(
-                f"{case.name:7}{case.block_size:6}{case.num_blocks:7}{case.num_waiting:8}"
+                f"{case.name:7}{case.num_seqs:5}{case.block_size:6}{case.num_blocks:7}{case.num_waiting:8}"
                 f"{r.schedule_ms:10.3f}{r.build_ms:8.3f}{r.commit_ms:8.3f} |"
                 f"{r.mean_ms:8.3f}{r.p50_ms:8.3f}{r.p99_ms:8.3f}{r.max_ms:8.3f}",
                 flush=True,
@@ -184,7 +189,8 @@ def _as_json(r: Result) -> dict[str, object]:
     names = ("schedule_ms", "build_ms", "commit_ms", "mean_ms", "p50_ms", "p99_ms", "max_ms")
     values = {name: round(getattr(r, name), 4) for name in names}
     case = {
-        name: getattr(r.case, name) for name in ("name", "block_size", "num_blocks", "num_waiting")
+        name: getattr(r.case, name)
+        for name in ("name", "num_seqs", "block_size", "num_blocks", "num_waiting")
     }
     return {**case, **values, "target_ms": TARGET_MS}
 
