@@ -25,7 +25,7 @@ from tests.server.harness import Running
 ROWS, QUEUE = 4, 6
 PLACES = ROWS + QUEUE
 EDGE_S = 3.0  # of a measured load, at either end
-TOKENS = 120  # so many that the work is the engine's, not that of HTTP's two ends
+TOKENS = 240  # so many that the work is the engine's, not that of HTTP's two ends
 BODY: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
 
 
