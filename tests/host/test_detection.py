@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer import blocks, host, prefix, schedule, sequences
+from infer import admission, blocks, host, prefix, rounds, schedule, sequences
 from infer.hostbatch import HostBatch
 from infer.persistent import MapEdit
 from infer.plan import Plan
@@ -45,7 +45,7 @@ def missing_copy(patch: Patch) -> None:
 
 def no_copy_on_write(patch: Patch) -> None:
     """Two sequences go on writing to the block they share."""
-    patch.setattr(schedule, "_own_tail", lambda r, row: None)
+    patch.setattr(rounds, "own_tail", lambda r, row: None)
 
 
 def block_leak(patch: Patch) -> None:
@@ -114,18 +114,18 @@ def lost_request(patch: Patch) -> None:
 
 def lost_preempted(patch: Patch) -> None:
     """A preempted sequence is never taken back."""
-    candidates = schedule._candidates
+    candidates = admission._candidates
 
     def forgetful(r: Any, waiting: sequences.Waiting) -> Any:
         preempted = sequences.Status.PREEMPTED
         return (c for c in candidates(r, waiting) if c[1] < 0 or r.seqs.status[c[1]] != preempted)
 
-    patch.setattr(schedule, "_candidates", forgetful)
+    patch.setattr(admission, "_candidates", forgetful)
 
 
 def same_step_hit(patch: Patch) -> None:
     """A prompt reads blocks that another one writes in the same step."""
-    chunk = schedule._chunk
+    chunk = admission._chunk
 
     def eager(r: Any, row: int) -> int:
         count, s, size = chunk(r, row), r.seqs, r.limits.block_size
@@ -133,7 +133,7 @@ def same_step_hit(patch: Patch) -> None:
         host.register_blocks(s, r.draft, row, min(computed, int(s.num_tokens[row])) // size, size)
         return count
 
-    patch.setattr(schedule, "_chunk", eager)
+    patch.setattr(admission, "_chunk", eager)
 
 
 def full_hit(patch: Patch) -> None:
@@ -217,14 +217,14 @@ def overwritten_history(patch: Patch) -> None:
 
 def blocked_admissions(patch: Patch) -> None:
     """A request that finds no row ends the step's prompts, half computed ones too."""
-    has_rows = schedule._has_rows
+    has_rows = admission._has_rows
 
     def spend(r: Any, item: Any) -> bool:
         if not has_rows(r, item):
             r.budget = 0
         return has_rows(r, item)
 
-    patch.setattr(schedule, "_has_rows", spend)
+    patch.setattr(admission, "_has_rows", spend)
 
 
 def starved_decode(patch: Patch) -> None:

@@ -7,10 +7,11 @@ import pytest
 
 from infer import host as hosts
 from infer import sequences
+from infer.admission import MAX_DEFERRED
 from infer.commit import commit
 from infer.errors import RequestError, StateError
 from infer.plan import Plan
-from infer.schedule import MAX_DEFERRED, schedule
+from infer.schedule import schedule
 from infer.sequences import Status
 from infer.types import FinishReason
 from tests.host.simulation import EOS, TOKEN_BYTES, VOCAB, Simulation, answer, limits, request
