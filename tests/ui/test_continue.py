@@ -237,6 +237,8 @@ def test_retry_edit_and_undo_of_what_went_on(open_page: Callable[..., Any], site
     page.get_by_role("button", name="Retry").click()
     until(lambda: len(site.engine.bodies) == 4, 5)
     assert site.engine.bodies[3]["messages"] == site.engine.bodies[0]["messages"]
+    # The button of the answer before stays until the new one grows: this one has ended.
+    expect(page.locator("#bot .thought-group").last).to_contain_text("· 5 tokens")
     expect(button(page)).to_be_visible()
     page.get_by_role("button", name="Undo").click()
     expect(page.locator("#bot [data-testid=user]")).to_have_count(0)
