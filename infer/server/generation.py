@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,7 +113,8 @@ class Generation:
         async def keep(news: list[News]) -> None:
             pass  # the choices keep it
 
-        await self._follow(keep)
+        async with self._deadline():
+            await self._follow(keep)
         body = await self._written(
             lambda: [{**self.format.whole(self.prompts), "usage": self.usage.document()}]
         )
@@ -130,7 +131,12 @@ class Generation:
             await writer.write(chunks)
 
         try:
-            await self._follow(write)
+            async with self._deadline():  # to the last byte, which a reader may not take either
+                await self._follow(write)
+                if options.include_usage:
+                    chunk = {**self.format.empty_chunk(), "usage": self.usage.document()}
+                    await writer.write([chunk])
+                await writer.done()
         except Exception as error:
             if not writer.started:
                 raise
@@ -139,11 +145,6 @@ class Generation:
             with suppress(TimeoutError):  # a reader that has stopped reading is cut off
                 async with asyncio.timeout(LAST_WORD_S):
                     await writer.fail(answer)
-            return
-        if options.include_usage:
-            usage_chunk = {**self.format.empty_chunk(), "usage": self.usage.document()}
-            await writer.write([usage_chunk])
-        await writer.done()
 
     async def _written(self, documents: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """Make documents; those with a prompt's log-probabilities, which are long, in a thread."""
@@ -154,24 +155,32 @@ class Generation:
         """Run every request to its end and tell what each turn brings.
 
         Raises:
-            ApiError: the deadline passed.
             InferError: a request was refused, or the engine failed or stopped under it.
         """
-        left = self.record.arrival + self.options.timeout - time.monotonic()
-        deadline = asyncio.timeout(left)
+        async with AsyncExitStack() as stack:
+            streams = [
+                await stack.enter_async_context(
+                    self.client.generate(prompt.request, arrival=self.record.arrival)
+                )
+                for prompt in self.prompts
+            ]
+            async with aclosing(_merged(streams)) as turns:
+                async for i, events in turns:
+                    news = self._take(self.prompts[i], events)
+                    if news:
+                        await tell(news)
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """A block that must end in the request's time.
+
+        Raises:
+            ApiError: it has not.
+        """
+        deadline = asyncio.timeout(self.record.arrival + self.options.timeout - time.monotonic())
         try:
-            async with deadline, AsyncExitStack() as stack:
-                streams = [
-                    await stack.enter_async_context(
-                        self.client.generate(prompt.request, arrival=self.record.arrival)
-                    )
-                    for prompt in self.prompts
-                ]
-                async with aclosing(_merged(streams)) as turns:
-                    async for i, events in turns:
-                        news = self._take(self.prompts[i], events)
-                        if news:
-                            await tell(news)
+            async with deadline:
+                yield
         except TimeoutError:
             if deadline.expired():
                 raise deadline_error(self.options.timeout) from None

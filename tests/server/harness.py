@@ -79,11 +79,13 @@ def serving(
     *,
     build: Callable[[], Engine] | None = None,
     tokenizer: Tokenizer | None = None,
+    send_buffer: int | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     """Serve a fake engine over ``model``, or the engine and tokenizer that are given.
 
-    The server has a thread of its own and a free port of the loopback address.
+    The server has a thread of its own and a free port of the loopback address. ``send_buffer``:
+    bytes that the system keeps for a client that does not read.
     """
     model = model or FakeModel()
     make = build or (lambda: fake_engine(model))
@@ -91,6 +93,8 @@ def serving(
     notes = Notes()
     config = ServerConfig(port=0, **options)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:  # connections inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     ready: list[Running] = []
     failures: list[BaseException] = []
     started = threading.Event()
