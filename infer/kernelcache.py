@@ -156,10 +156,9 @@ def compile_all(wanted: list[Wanted]) -> bool:
 
 @contextmanager
 def _forking() -> Iterator[None]:
-    """Forks get objects that nobody collects: to free a tensor of theirs would call CUDA."""
+    """Forks begin without garbage collection: to free a tensor of theirs would call CUDA."""
     enabled = gc.isenabled()
     gc.disable()
-    gc.freeze()
     try:
         with warnings.catch_warnings():
             # Other threads may hold locks for good in a fork. Compiling takes none of theirs, and
@@ -167,7 +166,6 @@ def _forking() -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
     finally:
-        gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -62,9 +62,7 @@ class Plan:
     prefix_queries: int = 0
     prefix_hits: int = 0
     stalled: bool = False
-    cohort: Cohort | None = (
-        None  # its sequences, if they are all there are and decode what they said
-    )
+    cohort: Cohort | None = None  # its sequences, if they are all and decode their own tokens
 
     @property
     def num_sequences(self) -> int:

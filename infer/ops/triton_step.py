@@ -7,6 +7,7 @@ All launches use dependent launch where the device has it; see Note [dependent l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -183,14 +184,23 @@ def suits_few(b: DecodeBuffers) -> bool:
     return suits_rows(b.hidden, b.attended.shape[1], b.activated.shape[1])
 
 
+def _maker(x: Tensor, weight: Tensor, most_rows: int) -> Literal["tiles", "matrix", "cublas"]:
+    """Who makes ``x @ weight.T``; ``most_rows`` is the limit where the tiles of Hopper do not."""
+    if weight.numel() > LARGE:
+        return "cublas"
+    if suits_tiles(x, weight):
+        return "tiles"
+    return "matrix" if x.shape[0] <= most_rows else "cublas"
+
+
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bool) -> None:
     """Write ``out = x @ weight.T + bias``."""
     rows, size_k = x.shape
-    small = weight.numel() <= LARGE
-    if small and suits_tiles(x, weight):
+    maker = _maker(x, weight, MATRIX_ROWS)
+    if maker == "tiles":
         tiles = tiles_config(rows, size_k, swiglu=False, parts=False)
         tiles_linear(x, weight, out, bias=bias, config=tiles, pdl=pdl)
-    elif small and rows <= MATRIX_ROWS:
+    elif maker == "matrix":
         config = matrix_config(rows, weight.shape[0], size_k, x.dtype.itemsize * 8)
         matrix_linear(x, weight, out, bias=bias, config=config, pdl=pdl)
     elif bias is None:
@@ -202,11 +212,11 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, pdl: bo
 def swiglu(x: Tensor, w: LayerWeights, out: Tensor, pdl: bool) -> None:
     """Write SwiGLU of the gate and up projections of ``x``."""
     rows, size_k = x.shape
-    small = w.gate_up.numel() <= LARGE
-    if small and suits_tiles(x, w.gate_up):
+    maker = _maker(x, w.gate_up, SWIGLU_ROWS)
+    if maker == "tiles":
         tiles = tiles_config(rows, size_k, swiglu=True, parts=False)
         tiles_linear(x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, config=tiles, pdl=pdl)
-    elif small and rows <= SWIGLU_ROWS:
+    elif maker == "matrix":
         config = matrix_config(rows, out.shape[1], size_k, x.dtype.itemsize * 8, swiglu=True)
         matrix_linear(x, w.gate_up, out, bias=w.gate_up_bias, swiglu=True, config=config, pdl=pdl)
     else:
@@ -216,12 +226,12 @@ def swiglu(x: Tensor, w: LayerWeights, out: Tensor, pdl: bool) -> None:
 def _parts(x: Tensor, weight: Tensor, pdl: bool) -> Tensor:
     """``x @ weight.T`` without bias, whole or in parts, for ``sum_norm``."""
     (rows, size_k), size_n = x.shape, weight.shape[0]
-    small = weight.numel() <= LARGE
-    if small and suits_tiles(x, weight):
+    maker = _maker(x, weight, MATRIX_ROWS)
+    if maker == "tiles":
         tiles = tiles_config(rows, size_k, swiglu=False, parts=True)
         parts = x.new_empty((tiles.split, rows, size_n), dtype=torch.float32)
         tiles_linear(x, weight, parts, config=tiles, pdl=pdl)
-    elif small and rows <= MATRIX_ROWS:
+    elif maker == "matrix":
         config = matrix_config(rows, size_n, size_k, x.dtype.itemsize * 8, parts=True)
         parts = x.new_empty((config.split, rows, size_n), dtype=torch.float32)
         matrix_linear(x, weight, parts, config=config, pdl=pdl)
