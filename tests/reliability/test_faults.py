@@ -106,7 +106,7 @@ def test_logits_that_are_not_numbers_fail_one_request(tiny: Path, depth: int) ->
         wanted = [text(post(healthy.url, prompt=prompt)) for prompt in prompts]
     change = nan_logits(rows=3, row=1)
     with real(tiny, change=change, engine={"pipeline_depth": depth}) as server:
-        answers = at_once(server, prompts, max_tokens=60)
+        answers = at_once(server, prompts, max_tokens=200)  # so long that they meet
         failed = [i for i, answer in enumerate(answers) if answer.status_code != 200]
         assert len(failed) == 1
         assert answers[failed[0]].status_code == 500
