@@ -128,16 +128,17 @@ def shoot(url: str, out: Path, chromium: str) -> None:
 
 
 def chat(page: Any, picture: Callable[[str], None]) -> None:
-    """A question and its answer."""
+    """A question and its answer, cut so early that the page offers to go on with it."""
     from playwright.sync_api import expect
 
     page.locator("#chat-max-tokens input").evaluate(  # folded away on a narrow screen
-        "node => { node.value = '64'; node.dispatchEvent(new Event('input', {bubbles: true})) }"
+        "node => { node.value = '40'; node.dispatchEvent(new Event('input', {bubbles: true})) }"
     )
     page.locator("#msg textarea").fill(QUESTION)
     page.keyboard.press("Enter")
     expect(page.locator("#bot .thought-group", has_text="tokens/s")).to_be_visible(timeout=300_000)
     expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(page.get_by_role("button", name="Continue", exact=True)).to_be_visible()
     picture("chat")
 
 
