@@ -25,7 +25,11 @@ TokenLogprobs = tuple[Logprob, tuple[Logprob, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One continuation of a prompt."""
+    """One continuation of a prompt.
+
+    ``text`` is ``token_ids`` decoded by themselves, as transformers decodes them: a sentencepiece
+    model's text has lost a first blank, and a prompt and it may not join as they stand.
+    """
 
     index: int
     text: str | None  # None when the model has no tokenizer
