@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -245,6 +246,8 @@ class LLM:
                 self._drain(builders, tickets)
 
     def _drain(self, builders: Mapping[str, OutputBuilder], tickets: tuple[Ticket, ...]) -> None:
+        if not engine.has_work(self.state):
+            return
         with deferred_interrupt():
             for name in builders:
                 self.state = engine.abort(self.state, name)
@@ -254,18 +257,21 @@ class LLM:
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         builders = self._start(requests)
         by_token = any(r.params.logprobs is not None for r in requests)
+        outputs: dict[str, RequestOutput] = {}
         num_tokens, started = 0, time.monotonic()
-        bar = tqdm(total=len(requests), unit="req", desc="Generating", disable=not progress)
-        with bar, deferred_interrupt() as check:
+        shown = tqdm(total=len(requests), unit="req", desc="Generating") if progress else None
+        with nullcontext() if shown is None else shown as bar, deferred_interrupt() as check:
             for report in self._steps(builders, check):
                 _take(report, builders, by_token)
                 num_tokens += report.stats.num_generated_tokens
                 names = {finish.request_id for finish in report.accepted.finished}
-                if ended := sum(builders[name].done for name in names):
+                ended = {name: builders[name].result() for name in names if builders[name].done}
+                outputs |= ended
+                if bar is not None and ended:
                     rate = num_tokens / (time.monotonic() - started)
                     bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
-                    bar.update(ended)
-        return [builders[r.request_id].result() for r in requests]
+                    bar.update(len(ended))
+        return [outputs[r.request_id] for r in requests]
 
     def _stream(self, request: Request) -> Iterator[Delta]:
         builders = self._start([request])

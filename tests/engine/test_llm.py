@@ -47,6 +47,20 @@ def test_metrics_are_in_order(llm: LLM) -> None:
     assert m.tpot_s is not None and m.tpot_s > 0
 
 
+def test_a_request_is_finished_when_it_ends_and_not_when_all_have(llm: LLM) -> None:
+    two = [list(p) for p in prompts(2, seed=5)]
+    short, long = (o.metrics for o in llm.generate(two, [greedy(2), greedy(40)], progress=False))
+    assert short.last_token is not None and long.last_token is not None
+    assert short.last_token <= short.finished < long.last_token <= long.finished
+
+
+def test_the_bar_counts_requests(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate([list(p) for p in prompts(3)], greedy(4))
+    assert "3/3" in capsys.readouterr().err
+    llm.generate([[1, 2]], greedy(4), progress=False)
+    assert capsys.readouterr().err == ""
+
+
 def test_n_choices_and_logprobs(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=4, logprobs=2)
     (output,) = llm.generate([5, 6, 7], params, progress=False)
