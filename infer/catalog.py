@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from infer.checkpoint import read_json
 from infer.convert import TEMPORARY, conversion_folder
 from infer.errors import CheckpointError
 from infer.hub import cached_folder
+from infer.jsonfile import read_json
 from infer.modelconfig import ARCHITECTURES
 from infer.presets import Preset, find_preset, preset_names
 from infer.usercache import cache_root

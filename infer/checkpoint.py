@@ -6,7 +6,6 @@ shape, and none it does not know. Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from infer.config import ModelConfig
 from infer.errors import CheckpointError
+from infer.jsonfile import read_json
 from infer.weights import Init, Param, Piece
 
 INDEX = "model.safetensors.index.json"
@@ -27,21 +27,6 @@ FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what can be conv
 NORMAL_STD = 0.02
 
 Shape = tuple[int, ...]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: the file cannot be read or does not hold an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, it must be a JSON object")
-    return value
 
 
 def check(cfg: ModelConfig, params: Mapping[str, Param], shapes: Mapping[str, Shape]) -> None:

@@ -19,12 +19,12 @@ from infer.checkpoint import (
     StateDictSource,
     check,
     open_safetensors,
-    read_json,
 )
 from infer.config import GenerationDefaults, ModelConfig
 from infer.convert import converted
 from infer.errors import CheckpointError, ConfigError
 from infer.hub import download, is_repo_name
+from infer.jsonfile import read_json
 from infer.model import Model
 from infer.modelconfig import generation_defaults, model_config
 from infer.parallel import TP, loading
@@ -363,8 +363,7 @@ def read_configs(folder: Path) -> tuple[ModelConfig, GenerationDefaults]:
         CheckpointError: a file is damaged, or the model is of an unknown kind.
     """
     cfg = model_config(read_json(folder / "config.json"))
-    path = folder / "generation_config.json"
-    hf = read_json(path) if path.is_file() else {}
+    hf = read_json(folder / "generation_config.json", missing_ok=True)
     defaults = generation_defaults(hf, cfg.eos_token_ids)
     return dataclasses.replace(cfg, eos_token_ids=defaults.eos_token_ids), defaults
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infer.checkpoint import read_json
 from infer.config import ModelConfig
 from infer.convert import conversion_folder
 from infer.errors import CheckpointError, ConfigError
 from infer.host import MAX_PENALTY_SLOTS
 from infer.hub import cached_folder, is_repo_name
+from infer.jsonfile import read_json
 from infer.kv import bytes_per_token
 from infer.loading import DTYPES
 from infer.modelconfig import model_config

@@ -20,8 +20,9 @@ from tokenizers import Tokenizer as Backend
 from infer import chat_template as chat
 from infer.continued import OpenEnd, continued_field
 from infer.errors import CheckpointError, RequestError
+from infer.jsonfile import read_json
 from infer.token_bytes import ByteTable, byte_table
-from infer.tokenizer_files import read_backend, read_chat_templates, read_json
+from infer.tokenizer_files import read_backend, read_chat_templates
 from infer.tokenizer_twin import Twin, encode
 
 _NAMED = (
@@ -58,10 +59,11 @@ class Tokenizer:
         if backend is None:
             return None
         config = {
-            **read_json(folder / "special_tokens_map.json"),
-            **read_json(folder / "tokenizer_config.json"),
+            **read_json(folder / "special_tokens_map.json", missing_ok=True),
+            **read_json(folder / "tokenizer_config.json", missing_ok=True),
         }
-        eos = read_json(folder / "generation_config.json").get("eos_token_id")
+        generation = read_json(folder / "generation_config.json", missing_ok=True)
+        eos = generation.get("eos_token_id")
         return cls.build(
             backend,
             config,

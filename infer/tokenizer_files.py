@@ -5,7 +5,6 @@ transformers is imported only to convert a checkpoint that brings no ``tokenizer
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,6 @@ from tokenizers import Tokenizer as Backend
 from infer.errors import CheckpointError
 
 _OLD_FORMATS = ("tokenizer.model", "vocab.json", "tekken.json")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``; empty where there is no such file.
-
-    Raises:
-        CheckpointError: the file is damaged, or holds something else.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
 
 
 def read_backend(folder: Path) -> Backend | None:
