@@ -102,7 +102,7 @@ class Controls:
             if known is None or value is None:
                 updates.append(gr.skip())
             else:
-                info = f"{known.info} · default {value:g}"
+                info = f"{known.info} · default\u00a0{value:g}"
                 updates.append(gr.update(value=min(value, known.high), info=info))
         return updates
 
