@@ -135,8 +135,8 @@ def _admit(r: Round, row: int, item: WaitingRequest | None, entries: list[Entry]
 
 
 def _place(r: Round, item: WaitingRequest) -> int:
-    s, request = r.seqs, item.request
-    n = request.params.n
+    s, name = r.seqs, item.request.request_id
+    n = item.request.params.n
     rows = np.flatnonzero(s.status == FREE)[:n].tolist()
     slots = [-1] * n
     if item.need & Need.PENALTIES:
@@ -145,19 +145,14 @@ def _place(r: Round, item: WaitingRequest) -> int:
         sequences.place(
             s,
             row,
-            request,
-            item.tokens,
+            item,
             choice=choice,
-            rank=item.rank,
-            max_total_tokens=item.max_total_tokens,
-            digests=item.digests,
-            need=item.need,
             slot=slots[choice],
             status=RESERVED,
         )
-    s.rows_of[request.request_id] = tuple(rows)  # type: ignore[index]  # private copy
-    r.taken.append(request.request_id)
-    r.admitted.append(request.request_id)
+    s.rows_of[name] = tuple(rows)  # type: ignore[index]  # private copy
+    r.taken.append(name)
+    r.admitted.append(name)
     r.starts += rows
     return int(rows[0])
 

@@ -47,14 +47,12 @@ def make(limits: Limits) -> Host:
     )
 
 
-def resolve(params: SamplingParams, defaults: GenerationDefaults, seed: int) -> SamplingParams:
-    """``params`` with every open field filled from the model's defaults, the seed with ``seed``."""
+def resolve(params: SamplingParams, defaults: GenerationDefaults) -> SamplingParams:
+    """``params`` with every field that the model has a default for filled."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     changes = {n: getattr(defaults, n) for n in names if getattr(params, n) is None}
     if (params.top_k or 0) < 0:
         changes["top_k"] = 0
-    if params.seed is None:
-        changes["seed"] = seed
     return replace(params, **changes) if changes else params
 
 
@@ -95,9 +93,10 @@ def _token_array(request: Request, vocab_size: int) -> Int32:
     return found.astype(np.int32)
 
 
-def _validated(request: Request, limits: Limits, seed: int, rank: int) -> WaitingRequest:
-    """The request with resolved parameters, and what its scheduling needs."""
-    params = resolve(request.params, limits.defaults, seed)
+def _validated(
+    request: Request, params: SamplingParams, limits: Limits, arrival: int
+) -> WaitingRequest:
+    """The request with ``params``, which are its own resolved, and what its scheduling needs."""
     length = len(request.prompt_token_ids)
     if length >= limits.max_model_len:
         raise _refuse(
@@ -148,15 +147,13 @@ def _validated(request: Request, limits: Limits, seed: int, rank: int) -> Waitin
             "prompt or raise num_blocks",
             "max_tokens",
         )
-    chain: tuple[bytes, ...] = ()
-    if limits.prefix_caching:
-        chain = prefix.digests(tokens, limits.block_size, request.cache_salt)
     return WaitingRequest(
         request=replace(request, params=params),
         tokens=tokens,
-        digests=chain,
+        block_size=limits.block_size if limits.prefix_caching else None,
         max_total_tokens=total,
-        rank=rank,
+        rank=arrival + request.priority * limits.priority_span,
+        seed=mixed_seed(limits.seed, arrival) if params.seed is None else params.seed,
         need=need,
     )
 
@@ -169,14 +166,16 @@ def submit(host: Host, requests: Request | Iterable[Request], limits: Limits) ->
     """
     batch: Sequence[Request] = [requests] if isinstance(requests, Request) else list(requests)
     accepted: dict[str, WaitingRequest] = {}
+    resolved: dict[int, SamplingParams] = {}  # by identity: many requests share their parameters
     for arrival, request in enumerate(batch, host.arrivals):
         name = request.request_id
         if name in accepted or is_live(host, name):
             raise _refuse(
                 request, "this id is in use; ids of live requests are unique", "request_id"
             )
-        rank = arrival + request.priority * limits.priority_span
-        accepted[name] = _validated(request, limits, mixed_seed(limits.seed, arrival), rank)
+        params = resolved.get(id(request.params)) or resolve(request.params, limits.defaults)
+        resolved[id(request.params)] = params
+        accepted[name] = _validated(request, params, limits, arrival)
     aborts = host.aborts
     if len(aborts):  # marks of ended namesakes do not count
         aborts = aborts.drop(len(aborts)).extend([n for n in aborts if n not in accepted])
@@ -243,9 +242,9 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
             param="request_id",
         )
     request = seqs.request[source]
-    seed = mixed_seed(request.params.seed or 0, host.arrivals)
-    request = replace(request, request_id=new_id, params=replace(request.params, n=1, seed=seed))
+    request = replace(request, request_id=new_id, params=replace(request.params, n=1))
     adopt(seqs, draft, source, row, request, choice=0, slot=slots[0])
+    seqs.seed[row] = mixed_seed(int(seqs.seed[source]), host.arrivals)
     seqs.rank[row] = host.arrivals + request.priority * limits.priority_span
     seqs.rows_of[new_id] = (row,)  # type: ignore[index]  # private copy
     pool, index = draft.freeze()
@@ -276,7 +275,7 @@ def _tells_prompt(host: Host, row: int) -> bool:
 _TWIN_FIELDS = (
     *("status", "rank", "need", "stop_on_eos", "check_stops", "stop_tail"),
     *("num_prompt_tokens", "num_tokens", "num_cached_tokens", "num_pending"),
-    *("max_total_tokens", "min_total_tokens", "num_hit_tokens"),
+    *("max_total_tokens", "min_total_tokens", "num_hit_tokens", "seed"),
     *("digests", "prefix_tail", "num_registered"),
 )
 

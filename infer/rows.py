@@ -87,11 +87,10 @@ def changes(plan: Plan, seqs: Sequences, rows: RowState) -> dict[str, Int32]:
     params = [request.params for request in seqs.request[plan.starts].tolist()]
     floats = np.array([[p.temperature, p.top_p, p.min_p] for p in params], np.float32)
     temperature, top_p, min_p = floats.T.copy().view(np.int32)
-    seeds = np.array([p.seed for p in params], np.int64)
     last = [seqs.token_ids[row][seqs.num_tokens[row] - 1] for row in plan.starts.tolist()]
     top_k = [p.top_k for p in params]
     words: list[Any] = [last, temperature, top_k, top_p, min_p, seqs.choice[plan.starts]]
-    words.append(seeds.view(np.int32))  # low and high word of each
+    words.append(seqs.seed[plan.starts].view(np.int32))  # low and high word of each
     places = [field * aligned(num_rows) + plan.starts for field in range(6)]
     places.append((6 * aligned(num_rows) + 2 * plan.starts[:, None] + (0, 1)).reshape(-1))
     return {

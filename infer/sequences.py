@@ -17,12 +17,14 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, IntFlag
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from infer import prefix
 from infer.blocks import Int32, Int64
 from infer.persistent import Fifo, ShardedMap
 from infer.types import Request, SamplingParams
@@ -78,6 +80,7 @@ class Sequences:
     need: Int32  # Need flags
     slot: Int32  # row of the penalty state on the device, -1 without
     rank: Int64  # smaller runs first
+    seed: Int64  # of its samples: the request's own, or one that its arrival gave it
     stop_on_eos: npt.NDArray[np.bool_]
     check_stops: npt.NDArray[np.bool_]  # has stop token ids or stop strings of its own
     request: Objects  # Request
@@ -103,6 +106,7 @@ class Sequences:
 _DTYPES: dict[str, Any] = {
     "status": np.int8,
     "rank": np.int64,
+    "seed": np.int64,
     "stop_on_eos": np.bool_,
     "check_stops": np.bool_,
 }
@@ -172,37 +176,33 @@ def sampling_needs(params: SamplingParams) -> Need:
 def place(
     seqs: Sequences,
     row: int,
-    request: Request,
-    tokens: Int32,
+    item: WaitingRequest,
     *,
     choice: int,
-    rank: int,
-    max_total_tokens: int,
-    digests: tuple[bytes, ...],
-    need: Need,
     slot: int,
     status: int,
 ) -> None:
-    """Put a sequence without KV into free ``row``. Sequences donated."""
-    params = request.params
+    """Put a choice of ``item``, without KV, into free ``row``. Sequences donated."""
+    tokens, params = item.tokens, item.request.params
     seqs.status[row] = status
     seqs.choice[row] = choice
     seqs.num_prompt_tokens[row] = seqs.num_tokens[row] = tokens.size
     seqs.num_cached_tokens[row] = seqs.num_pending[row] = 0
-    seqs.max_total_tokens[row] = max_total_tokens
+    seqs.max_total_tokens[row] = item.max_total_tokens
     seqs.min_total_tokens[row] = tokens.size + params.min_tokens
     seqs.num_hit_tokens[row] = -1
     seqs.num_preemptions[row] = seqs.num_blocks[row] = seqs.num_registered[row] = 0
     seqs.last_block[row] = 0
-    seqs.need[row] = need
+    seqs.need[row] = item.need
     seqs.slot[row] = slot
-    seqs.rank[row] = rank
+    seqs.rank[row] = item.rank
+    seqs.seed[row] = item.seed
     seqs.stop_on_eos[row] = not params.ignore_eos
     seqs.check_stops[row] = bool(params.stop or params.stop_token_ids)
-    seqs.request[row] = request
-    seqs.token_ids[row] = grown(tokens, tokens.size, min(tokens.size + 64, max_total_tokens))
+    seqs.request[row] = item.request
+    seqs.token_ids[row] = grown(tokens, tokens.size, min(tokens.size + 64, item.max_total_tokens))
     seqs.block_table[row] = np.empty(0, np.int32)
-    seqs.digests[row] = digests
+    seqs.digests[row] = item.digests
     seqs.prefix_tail[row] = None
     seqs.stop_tail[row] = b""
 
@@ -309,16 +309,24 @@ def tokens(seqs: Sequences, row: int) -> Int32:
     return ids
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WaitingRequest:
     """A submitted request with what its scheduling needs, made once."""
 
     request: Request
     tokens: Int32  # i32[num_prompt_tokens]
-    digests: tuple[bytes, ...]
+    block_size: int | None  # of the prefix cache, if there is one
     max_total_tokens: int
     rank: int
+    seed: int
     need: Need
+
+    @cached_property
+    def digests(self) -> tuple[bytes, ...]:
+        """Of the full blocks; made when the scheduler first asks, not while others wait."""
+        if self.block_size is None:
+            return ()
+        return prefix.digests(self.tokens, self.block_size, self.request.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,8 @@ class Device:
     def _introduce(self, plan: Plan, seqs: Sequences) -> None:
         for row in plan.starts.tolist():
             params = seqs.request[row].params
-            self.noise[row] = (params.seed, int(seqs.choice[row])) if params.temperature else (0, 0)
+            seed, choice = int(seqs.seed[row]), int(seqs.choice[row])
+            self.noise[row] = (seed, choice) if params.temperature else (0, 0)
             self.last_token[row] = int(seqs.token_ids[row][seqs.num_tokens[row] - 1])
         changes = list(zip(plan.table_rows.tolist(), plan.table_columns.tolist(), strict=True))
         assert len(set(changes)) == len(changes), "a block-table entry changes twice in one step"
@@ -238,7 +239,8 @@ class Simulation:
             assert queued is not None
             for choice in range(one.params.n):
                 key = (one.request_id, choice)
-                self.expected[key] = Expected(one.prompt_token_ids, queued.request.params, choice)
+                params = replace(queued.request.params, seed=queued.seed)
+                self.expected[key] = Expected(one.prompt_token_ids, params, choice)
                 self.tokens[key] = []
 
     def abort(self, name: str) -> None:
@@ -256,9 +258,8 @@ class Simulation:
         prompt = seqs.request[row].prompt_token_ids
         known = tuple(seqs.token_ids[row][: seqs.num_tokens[row]].tolist())
         key = (new, int(seqs.choice[twin]))
-        self.expected[key] = Expected(
-            prompt, seqs.request[twin].params, key[1], already=known[len(prompt) :]
-        )
+        params = replace(seqs.request[twin].params, seed=int(seqs.seed[twin]))
+        self.expected[key] = Expected(prompt, params, key[1], already=known[len(prompt) :])
         self.tokens[key] = []
 
     def live(self) -> list[str]:

@@ -13,7 +13,7 @@ from infer.errors import RequestError, StateError
 from infer.plan import Plan
 from infer.schedule import schedule
 from infer.sequences import Status
-from infer.types import FinishReason
+from infer.types import FinishReason, Request, SamplingParams
 from tests.host.simulation import EOS, TOKEN_BYTES, VOCAB, Simulation, answer, limits, request
 
 
@@ -547,10 +547,23 @@ def test_an_id_is_free_again_after_its_end() -> None:
 
 
 def test_seeds_are_derived_from_engine_seed_and_arrival() -> None:
-    def seeds(seed: int) -> list[int | None]:
+    def seeds(seed: int) -> list[int]:
         bounds = limits(seed=seed)
         host = hosts.submit(hosts.make(bounds), [request(str(i), [1]) for i in range(50)], bounds)
-        return [w.request.params.seed for w in host.waiting.by_rank()]
+        return [w.seed for w in host.waiting.by_rank()]
 
     assert seeds(3) == seeds(3)
     assert len({*seeds(3), *seeds(4)}) == 100
+
+
+def test_requests_that_share_one_set_of_parameters_differ_in_seed() -> None:
+    for own, distinct in ((None, 3), (7, 1)):
+        params = SamplingParams(max_tokens=2, temperature=1.0, seed=own)
+        sim = Simulation(limits())
+        sim.submit(
+            *(Request(request_id=str(i), prompt_token_ids=(1, 2), params=params) for i in range(3))
+        )
+        sim.run()
+        seeds = {seed for seed, _ in sim.device.noise.values()}
+        assert len(seeds) == distinct
+        assert own is None or seeds == {own}
