@@ -311,7 +311,7 @@ def fused_config(num_seqs: int) -> DecodeConfig:
         return make(tile=64, num_warps=4, stages=3, min_chunk=256, chunks=chunks)
     # Of three stages four programs fit a multiprocessor, of two six: what fills the last round.
     stages = 3 if num_seqs <= 64 or 112 < num_seqs <= 128 else 2
-    return make(tile=32, num_warps=2, stages=stages, min_chunk=256, chunks=32)
+    return make(tile=32, num_warps=2, stages=stages, min_chunk=256, chunks=64)
 
 
 def fused_attention(

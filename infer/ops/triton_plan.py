@@ -1,8 +1,8 @@
 """Which program of decode attention does what: made once a step, on the device, for all layers.
 
 The grid is fixed by the number of sequences, so that a graph can hold it. The step's whole context
-is cut into chunks of about equal length, each of one sequence, so that the work stays balanced
-whatever the lengths are.
+is cut into chunks of about equal length, each of one sequence, and the longest sequences come
+first, so that the work stays balanced whatever the lengths are.
 """
 
 from __future__ import annotations
@@ -66,6 +66,27 @@ class DecodePlan:
 
 
 @triton.jit
+def _lengths(seqs, cu_seqlens_q, context_lens, num_seqs, TILE: tl.constexpr, WINDOW: tl.constexpr,
+             MIXED: tl.constexpr):  # fmt: skip
+    """How many positions these sequences read; -1 where there is no work for decode attention."""
+    real = seqs < num_seqs
+    length = tl.load(context_lens + seqs, mask=real, other=0)
+    if WINDOW > 0:
+        length -= tl.maximum(length - WINDOW, 0) // TILE * TILE
+    if MIXED:
+        starts = tl.load(cu_seqlens_q + seqs, mask=real, other=0)
+        ends = tl.load(cu_seqlens_q + seqs + 1, mask=real, other=0)
+        real = real & (ends - starts == 1)
+    return tl.where(real, length, -1)
+
+
+@triton.jit
+def _counts(length, chunk_len):
+    """Chunks of sequences of these lengths."""
+    return tl.where(length < 0, 0, tl.maximum((length + chunk_len - 1) // chunk_len, 1))
+
+
+@triton.jit
 def divide(
     program, items_ptr, counters, seq_rows, cu_seqlens_q, context_lens, num_seqs, num_items,
     num_counters,
@@ -78,26 +99,27 @@ def divide(
     Items beyond the work have no chunks. A sequence has at least one, even without context.
     """
     seqs = tl.arange(0, SEQS)
-    real = seqs < num_seqs
-    length = tl.load(context_lens + seqs, mask=real, other=0)
-    if WINDOW > 0:
-        length -= tl.maximum(length - WINDOW, 0) // TILE * TILE
-    if MIXED:
-        starts = tl.load(cu_seqlens_q + seqs, mask=real, other=0)
-        ends = tl.load(cu_seqlens_q + seqs + 1, mask=real, other=0)
-        real = real & (ends - starts == 1)
-        length = tl.where(real, length, 0)
-    total = tl.sum(length, axis=0)
+    length = _lengths(seqs, cu_seqlens_q, context_lens, num_seqs, TILE, WINDOW, MIXED)
+    total = tl.sum(tl.maximum(length, 0), axis=0)
     chunk_len = (total + CHUNKS - 1) // CHUNKS
     chunk_len = tl.maximum((chunk_len + TILE - 1) // TILE * TILE, MIN_CHUNK)
-    count = tl.where(real, tl.maximum((length + chunk_len - 1) // chunk_len, 1), 0)
-    upto = tl.cumsum(count, axis=0)
+    count = _counts(length, chunk_len)
+    # The longest come first: what begins last must not end long after all else.
+    first_of = tl.zeros([SEQS], tl.int32)
+    SOME: tl.constexpr = min(SEQS, 32)
+    for start in range(0, SEQS, SOME):
+        others = start + tl.arange(0, SOME)
+        other = _lengths(others, cu_seqlens_q, context_lens, num_seqs, TILE, WINDOW, MIXED)
+        equal = (other[None, :] == length[:, None]) & (others[None, :] < seqs[:, None])
+        before = equal | (other[None, :] > length[:, None])
+        first_of += tl.sum(tl.where(before, _counts(other, chunk_len)[None, :], 0), axis=1)
 
     items = program * ITEMS + tl.arange(0, ITEMS)
-    seq = tl.sum((upto[None, :] <= items[:, None]).to(tl.int32), axis=1)
-    first = tl.sum(tl.where(seqs[None, :] < seq[:, None], count[None, :], 0), axis=1)
-    num_chunks = tl.sum(tl.where(seqs[None, :] == seq[:, None], count[None, :], 0), axis=1)
-    inside = seq < num_seqs
+    own = (first_of[None, :] <= items[:, None]) & (items[:, None] < (first_of + count)[None, :])
+    seq = tl.sum(tl.where(own, seqs[None, :], 0), axis=1)
+    first = tl.sum(tl.where(own, first_of[None, :], 0), axis=1)
+    num_chunks = tl.sum(tl.where(own, count[None, :], 0), axis=1)
+    inside = num_chunks > 0
     token = seq
     if MIXED:
         token = tl.load(cu_seqlens_q + seq, mask=inside, other=0)
@@ -117,7 +139,7 @@ def divide(
     tl.store(out + 4, end, mask=written)
     tl.store(out + 5, seq, mask=written)
     tl.store(out + 6, chunk, mask=written)
-    tl.store(out + 7, tl.where(inside, num_chunks, 0), mask=written)
+    tl.store(out + 7, num_chunks, mask=written)
     counter = program * COUNTERS + tl.arange(0, COUNTERS)
     tl.store(counters + counter, tl.zeros([COUNTERS], tl.int32), mask=counter < num_counters)
 

@@ -162,3 +162,38 @@ def test_real_sizes_are_right_and_stable(device, dtype, attention, block_size, l
         )  # fmt: skip
         assert reference.relative_error(outs[0].view_as(expected), expected) < TOLERANCE[dtype] * 2
         assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("lens", [[5], [40, 7, 300, 300, 1, 90, 0, 120], [64] * 20])
+def test_every_position_has_one_place_and_the_longest_sequences_begin(device, lens, mixed):
+    num_seqs, tile, chunks = len(lens), 16, 6
+    queries = [2 if mixed and s % 3 == 1 else 1 for s in range(num_seqs)]
+    ends = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+    rows = torch.arange(num_seqs, dtype=torch.int32).flip(0)
+    config = triton_plan.DecodeConfig(tile=tile, num_warps=4, stages=1, min_chunk=32, chunks=chunks)
+    plan = triton_plan.plan_decode(
+        rows.to(device), torch.tensor(lens, dtype=torch.int32, device=device), config=config,
+        num_heads=2, num_kv_heads=1, head_dim=64, cu_seqlens_q=ends.to(device) if mixed else None,
+    )  # fmt: skip
+    found = plan.items.tolist()
+    work = [item for item in found if item[7]]
+    assert work == found[: len(work)]
+    places = []
+    for token, row, context, begin, end, seq, chunk, num_chunks in work:
+        assert queries[seq] == 1
+        assert (row, context) == (rows[seq], lens[seq])
+        assert token == (ends[seq] if mixed else seq)
+        places.append((seq, chunk, num_chunks, range(begin, end)))
+    # The sequences in order, equal ones as they come; each with its positions in order.
+    alone = [s for s in range(num_seqs) if queries[s] == 1]
+    share = -(-sum(lens[s] for s in alone) // chunks)
+    length = max(32, -(-share // tile) * tile)
+    for seq in sorted(alone, key=lambda s: -lens[s]):
+        own = [places.pop(0)]
+        while places and places[0][0] == seq:
+            own.append(places.pop(0))
+        assert [p[:3] for p in own] == [(seq, i, len(own)) for i in range(len(own))]
+        assert [t for p in own for t in p[3]] == list(range(lens[seq]))
+        assert max(len(p[3]) for p in own) <= length
+    assert not places
