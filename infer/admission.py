@@ -9,22 +9,29 @@ from itertools import takewhile
 import numpy as np
 
 from infer import rounds, sequences
+from infer.blocks import Bool
 from infer.host import free_slots
 from infer.prefix import Entry, digests
 from infer.rounds import Round
-from infer.sequences import FREE, PREEMPTED, RESERVED, RUNNING, Need, Sequences, WaitingRequest
+from infer.sequences import (
+    FREE,
+    PENALTIES,
+    PREEMPTED,
+    RESERVED,
+    RUNNING,
+    Sequences,
+    WaitingRequest,
+)
 
 MAX_DEFERRED = 64  # requests a step looks past because their prefix is being computed
 WATERMARK_SHARE = 100  # admissions leave 1/100 of the pool to sequences that are growing
 
 
 def _candidates(
-    r: Round, waiting: sequences.Waiting
+    r: Round, waiting: sequences.Waiting, partial: Bool
 ) -> Iterator[tuple[int, int, WaitingRequest | None]]:
     """(rank, row or -1, waiting request or None) of everything that needs a prompt computed."""
     s = r.seqs
-    total = s.num_total
-    partial = (s.status == RUNNING) & (total - s.num_cached_tokens > 1)
     rows = np.flatnonzero(partial | (s.status == PREEMPTED))
     admitted = sorted((int(s.rank[row]), row, None) for row in rows.tolist())
     queued = ((w.rank, -1, w) for w in takewhile(lambda _: r.queue_open, waiting.by_rank()))
@@ -42,7 +49,7 @@ def schedule_prompts(r: Round, waiting: sequences.Waiting) -> None:
     partial = (s.status == RUNNING) & (s.num_total - s.num_cached_tokens > 1)
     promised = sum(_missing_blocks(s, row, size) for row in np.flatnonzero(partial).tolist())
     deferred, fits = 0, True
-    for _, row, item in _candidates(r, waiting):
+    for _, row, item in _candidates(r, waiting, partial):
         if r.budget == 0:
             return
         if row >= 0 and s.status[row] == RUNNING:
@@ -82,7 +89,7 @@ def _has_rows(r: Round, item: WaitingRequest) -> bool:
     n = item.request.params.n
     if np.count_nonzero(r.seqs.status == FREE) < n:
         return False
-    return not item.need & Need.PENALTIES or len(free_slots(r.seqs, r.limits, n)) == n
+    return not item.need & PENALTIES or len(free_slots(r.seqs, r.limits, n)) == n
 
 
 def _lookup(r: Round, row: int, item: WaitingRequest | None) -> tuple[list[Entry], bool]:
@@ -139,7 +146,7 @@ def _place(r: Round, item: WaitingRequest) -> int:
     n = item.request.params.n
     rows = np.flatnonzero(s.status == FREE)[:n].tolist()
     slots = [-1] * n
-    if item.need & Need.PENALTIES:
+    if item.need & PENALTIES:
         slots = free_slots(s, r.limits, n)
     for choice, row in enumerate(rows):
         sequences.place(

@@ -15,7 +15,7 @@ from infer.config import GenerationDefaults, Limits
 from infer.errors import RequestError, StateError
 from infer.persistent import Fifo
 from infer.prefix import Draft, PrefixIndex
-from infer.sequences import FREE, Need, Sequences, Waiting, WaitingRequest
+from infer.sequences import FREE, PENALTIES, PROMPT_LOGPROBS, Sequences, Waiting, WaitingRequest
 from infer.types import FinishEvent, FinishReason, Request, SamplingParams
 
 MAX_PENALTY_SLOTS = 64  # rows of device state for penalties, bias and min_tokens
@@ -129,7 +129,7 @@ def _validated(
             "logit_bias",
         )
     need = sequences.sampling_needs(params)
-    rows = num_slots(limits) if need & Need.PENALTIES else limits.max_num_seqs
+    rows = num_slots(limits) if need & PENALTIES else limits.max_num_seqs
     if params.n > rows:
         raise _refuse(
             request,
@@ -234,7 +234,7 @@ def fork(host: Host, request_id: str, new_id: str, limits: Limits) -> Host:
     seqs = sequences.copy(host.seqs)
     draft = Draft.of(host.pool, host.prefix)
     row = int(free[0])
-    slots = free_slots(seqs, limits, 1) if seqs.need[source] & Need.PENALTIES else [-1]
+    slots = free_slots(seqs, limits, 1) if seqs.need[source] & PENALTIES else [-1]
     if not slots:
         raise RequestError(
             f"cannot fork {request_id!r}: all {num_slots(limits)} penalty rows are taken; "
@@ -266,7 +266,7 @@ def _tells_prompt(host: Host, row: int) -> bool:
     seqs = host.seqs
     return bool(
         host.in_flight
-        and seqs.need[row] & Need.PROMPT_LOGPROBS
+        and seqs.need[row] & PROMPT_LOGPROBS
         and seqs.num_cached_tokens[row] > 0
         and seqs.num_tokens[row] == seqs.num_prompt_tokens[row]
     )

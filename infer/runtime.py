@@ -25,7 +25,7 @@ from infer.ops.sampling import SampleFlags
 from infer.plan import Plan
 from infer.report import LogprobArrays, StepValues
 from infer.rows import RowState
-from infer.sequences import Need, Sequences
+from infer.sequences import PENALTIES, Need, Sequences
 from infer.staging import Direct, Uploader
 from infer.weights import vocab_range
 
@@ -48,7 +48,6 @@ class Ready:
         return self._values
 
 
-PENALTIES = int(Need.PENALTIES)  # an enum member costs a microsecond a comparison
 EMPTY = StepValues(np.empty(0, np.int32), np.empty(0, np.bool_))
 
 

@@ -19,7 +19,7 @@ from infer.persistent import Fifo
 from infer.plan import Plan
 from infer.prefix import Draft
 from infer.rounds import Round
-from infer.sequences import FREE, RESERVED, RUNNING, Need, Sequences
+from infer.sequences import FREE, PROMPT_LOGPROBS, RESERVED, RUNNING, Sequences
 from infer.types import FinishEvent, FinishReason
 
 _EMPTY = np.empty(0, np.int32)
@@ -185,7 +185,7 @@ def _advance(r: Round, host: Host) -> Plan:
 
 def _prompt_logprobs(s: Sequences, rows: Int64, cached: Int32) -> Int32:
     """Indices of sequences that compute a prompt whose log-probabilities were asked for."""
-    asked = np.flatnonzero(s.need[rows] & int(Need.PROMPT_LOGPROBS)).astype(np.int32)
+    asked = np.flatnonzero(s.need[rows] & PROMPT_LOGPROBS).astype(np.int32)
     if not asked.size:
         return _EMPTY
     prompt = s.num_prompt_tokens[rows[asked]]

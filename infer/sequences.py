@@ -56,6 +56,10 @@ class Need(IntFlag):
     PROMPT_LOGPROBS = 16
 
 
+# Plain ints here too: an operation on flags costs a microsecond.
+RANDOM, TRUNCATION, PENALTIES, LOGPROBS, PROMPT_LOGPROBS = (int(need) for need in Need)
+
+
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """Rows of admitted sequences. Vectors are ``[max_num_seqs]``; per-row arrays grow by copy.
@@ -151,13 +155,13 @@ def changed(seqs: Sequences, **columns: Any) -> Sequences:
     return Sequences(*values)
 
 
-def sampling_needs(params: SamplingParams) -> Need:
-    """Which sampler work a request with resolved ``params`` asks for."""
-    need = Need(0)
+def sampling_needs(params: SamplingParams) -> int:
+    """Which sampler work (``Need``) a request with resolved ``params`` asks for."""
+    need = 0
     if params.temperature:
-        need |= Need.RANDOM
+        need |= RANDOM
         if (params.top_k or 0) > 0 or params.top_p != 1.0 or params.min_p:
-            need |= Need.TRUNCATION
+            need |= TRUNCATION
     if (
         params.repetition_penalty != 1.0
         or params.presence_penalty
@@ -165,11 +169,11 @@ def sampling_needs(params: SamplingParams) -> Need:
         or params.logit_bias
         or params.min_tokens
     ):
-        need |= Need.PENALTIES
+        need |= PENALTIES
     if params.logprobs is not None:
-        need |= Need.LOGPROBS
+        need |= LOGPROBS
     if params.prompt_logprobs is not None:
-        need |= Need.PROMPT_LOGPROBS
+        need |= PROMPT_LOGPROBS
     return need
 
 
@@ -319,7 +323,7 @@ class WaitingRequest:
     max_total_tokens: int
     rank: int
     seed: int
-    need: Need
+    need: int  # Need flags
 
     @cached_property
     def digests(self) -> tuple[bytes, ...]:
