@@ -66,15 +66,16 @@ def retain(pool: BlockPool, blocks: Int32) -> BlockPool:
     return _counted(pool, pool.num_free, pool.num_reusable - revived)
 
 
-def release(pool: BlockPool, blocks: Int32) -> tuple[Int32, BlockPool]:
+def release(pool: BlockPool, blocks: Int32) -> tuple[Int64, BlockPool]:
     """Give up one hold on each of ``blocks`` (distinct). ``ref_count`` and ``free`` donated.
 
     A block nobody holds goes to the free stack, or becomes reusable when the prefix index knows it:
     those are returned, in the order of ``blocks``.
     """
-    counts = pool.ref_count[blocks] - 1
-    pool.ref_count[blocks] = counts
-    dead = blocks[counts == 0]
+    index = blocks.astype(np.int64)  # numpy indexes with these several times faster
+    counts = pool.ref_count[index] - 1
+    pool.ref_count[index] = counts
+    dead = index[counts == 0]
     kept = pool.cached[dead]
     reusable = dead[kept]
     pool = _free(pool, dead[~kept])
@@ -98,7 +99,7 @@ def unmark_cached(pool: BlockPool, blocks: Int32) -> BlockPool:
     return _counted(pool, pool.num_free, pool.num_reusable - unheld.size)
 
 
-def _free(pool: BlockPool, blocks: Int32) -> BlockPool:
+def _free(pool: BlockPool, blocks: Int32 | Int64) -> BlockPool:
     end = pool.num_free + blocks.size
     pool.free[pool.num_free : end] = blocks
     return _counted(pool, end, pool.num_reusable)
