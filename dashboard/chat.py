@@ -14,6 +14,7 @@ from dashboard.answering import answer
 from dashboard.client import EngineApi
 from dashboard.conversation import Conversation, Message
 from dashboard.insight import Insight
+from dashboard.markup import written
 from dashboard.pacing import Pacer
 from dashboard.sampling import Controls, build_controls
 from dashboard.status import meter
@@ -375,7 +376,7 @@ def _edited(state: Conversation, data: gr.EditData) -> tuple[int | None, str]:
     An answer's parts come together, each as an event of its own, changed or not.
     """
     at = data.index if isinstance(data.index, int) else data.index[0]
-    index, text = message_index(state, at), str(data.value)
+    index, text = message_index(state, at), written(str(data.value))
     if index is None or not text.strip():
         return None, text
     message = state.messages[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dashboard.conversation import Conversation, Message, Stats, cut_off
+from dashboard.markup import inert
 
 FINISH = {
     "stop": "complete",
@@ -41,7 +42,7 @@ def stats_title(stats: Stats) -> str:
         parts.append(f"{stats.tokens_per_s:.1f} tokens/s")
     if stats.ttft_s is not None:
         parts.append(f"first token {_seconds(stats.ttft_s)}")
-    parts.append(f"{stats.completion_tokens} tokens")
+    parts.append(_tokens(stats.completion_tokens))
     if stats.finish_reason != "stop":
         parts.append(FINISH.get(stats.finish_reason, stats.finish_reason))
     return " · ".join(parts)
@@ -51,10 +52,14 @@ def stats_text(stats: Stats) -> str:
     """What the line opens to."""
     cached = f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ", none cached"
     return (
-        f"Prompt: {stats.prompt_tokens} tokens{cached}  \n"
-        f"Answer: {stats.completion_tokens} tokens in {_seconds(stats.total_s)}  \n"
+        f"Prompt: {_tokens(stats.prompt_tokens)}{cached}  \n"
+        f"Answer: {_tokens(stats.completion_tokens)} in {_seconds(stats.total_s)}  \n"
         f"Finish: {stats.finish_reason} ({FINISH.get(stats.finish_reason, 'ended')})"
     )
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
 
 
 def _seconds(value: float) -> str:
@@ -84,5 +89,5 @@ def _entries(message: Message) -> list[dict[str, Any]]:
 
 def _entry(role: str, text: str, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
     # A list of parts is shown as it is; a bare string would lose its leading blanks.
-    entry: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": text}]}
+    entry: dict[str, Any] = {"role": role, "content": [{"type": "text", "text": inert(text)}]}
     return entry if metadata is None else {**entry, "metadata": metadata}

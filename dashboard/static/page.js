@@ -175,7 +175,7 @@
     for (const row of root.querySelectorAll(".bot-row:has(textarea.edit-textarea)")) {
       // Gradio lets all parts of an answer be edited; reasoning and statistics are none of that.
       const parts = [...row.querySelectorAll("textarea.edit-textarea")];
-      const said = parts.filter((node) => !/^Prompt: \d+ tokens, /.test(node.value));
+      const said = parts.filter((node) => !/^Prompt: \d+ tokens?, /.test(node.value));
       for (const node of parts) node.hidden = node !== said.at(-1);
     }
     for (const button of root.querySelectorAll(".thought-group .title button")) {
@@ -237,6 +237,20 @@
     }
     return answer;
   };
+
+  // --- copying (see markup.py) --------------------------------------------------------------------
+
+  const written = (text) => text.replaceAll("\u2060", "");
+  if (navigator.clipboard) { // not there on a page that is neither local nor encrypted
+    const write = navigator.clipboard.writeText.bind(navigator.clipboard);
+    navigator.clipboard.writeText = (text) => write(written(String(text)));
+  }
+  document.addEventListener("copy", (event) => {
+    const text = String(getSelection());
+    if (written(text) === text) return;
+    event.clipboardData.setData("text/plain", written(text));
+    event.preventDefault();
+  });
 
   // --- folding panels on narrow screens -----------------------------------------------------------
 

@@ -49,6 +49,11 @@ HOSTILE = (
     "![leak](http://198.51.100.7/leak2.png) "
     '<a href="javascript:window.hacked=true">click</a> done.'
 )
+TAGS = (
+    "A <div style='position:fixed;inset:0'>, a vector<int>, <your name>, </p>.\n\n"
+    "#include <stdio.h>\n\n<section>\n<Custom-Tag a='1'/>\n</section>\n\n"
+    "Code `<b>` and:\n\n```html\n<p>one</p>\n```\n\nThe end."
+)
 RICH = (
     "# Heading\n\nSome **bold** text, `code`, and math: $$e^{i\\pi} + 1 = 0$$ and \\(a^2\\).\n\n"
     "```python\ndef step(model, state):\n    return state\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n"
@@ -142,6 +147,8 @@ class FakeEngine:
         question = body["messages"][-2 if going_on else -1]["content"]
         thinking = body.get("chat_template_kwargs", {}).get("enable_thinking", True)
         reasoning = "Let me think about it." if thinking and "think" in question else ""
+        if "tags" in question:
+            return reasoning, [TAGS[i : i + 5] for i in range(0, len(TAGS), 5)]
         if "hostile" in question:
             return reasoning, [HOSTILE]
         if "rich" in question:

@@ -257,12 +257,51 @@ def test_markdown_math_and_code(open_page: Callable[..., Any]) -> None:
     expect(answer.locator("pre").locator("xpath=..").get_by_role("button")).to_have_count(1)
 
 
+def test_tags_are_shown_as_they_were_written(open_page: Callable[..., Any], site: Site) -> None:
+    page = open_page()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    question = "Which tags? <b>bold</b>, List<String> & <img src=x>"
+    ask(page, question)
+    finished(page)
+    expect(page.locator("#bot [data-testid=user]")).to_have_text(plain(question))
+    answer = page.locator(BOT).first
+    for piece in (
+        "A <div style='position:fixed;inset:0'>, a vector<int>, <your name>, </p>.",
+        "#include <stdio.h>",
+        "<section>",
+        "<Custom-Tag a='1'/>",
+        "</section>",
+        "Code <b> and:",
+        "<p>one</p>",
+        "The end.",
+    ):
+        expect(answer).to_contain_text(plain(piece))
+    assert answer.locator("b, section, pre p, [style*=fixed]").count() == 0
+    page.get_by_role("button", name="Copy message").first.click()
+    page.wait_for_function(f"async () => await navigator.clipboard.readText() === '{question}'")
+    answer.evaluate("node => getSelection().selectAllChildren(node)")
+    page.keyboard.press("Control+c")
+    page.wait_for_function("async () => (await navigator.clipboard.readText()).includes('r<int>,')")
+    page.get_by_role("button", name="Edit", exact=True).first.click()
+    page.get_by_label("Edited message").press("End")
+    page.keyboard.type("!")
+    page.get_by_role("button", name="Submit", exact=True).click()
+    until(lambda: len(site.engine.bodies) == 2, 5)
+    assert site.engine.bodies[1]["messages"] == [{"role": "user", "content": question + "!"}]
+    finished(page)
+
+
+def plain(text: str) -> re.Pattern[str]:
+    """``text``, with or without the invisible character that keeps a tag from being one."""
+    return re.compile(re.escape(text).replace("<", "<\u2060?"))
+
+
 def test_hostile_answer_is_inert(open_page: Callable[..., Any], watch: Watch) -> None:
     page = open_page()
     ask(page, "hostile")
     finished(page)
     expect(page.locator(BOT).first).to_contain_text("done.")
-    until(lambda: len(watch.blocked) >= 2, 5)  # both images were tried, and did not get out
+    until(lambda: len(watch.blocked) >= 1, 5)  # the image was tried, and did not get out
     assert all("198.51.100.7" in url for url in watch.blocked)
     watch.forgive("Content Security Policy")
     assert page.evaluate("window.hacked") is None

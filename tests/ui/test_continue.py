@@ -323,3 +323,12 @@ def test_a_full_engine_and_a_wrong_setting_lose_nothing(
     button(page).click()
     expect(page.locator("#bot .thought-group").last).to_contain_text("· 10 tokens")
     expect(page.locator("#bot")).not_to_contain_text("queue is full")
+
+
+def test_a_single_token_is_said_as_one() -> None:
+    once = Stats(total_s=0.5, prompt_tokens=1, completion_tokens=1, finish_reason="length")
+    message = Message(role="assistant", text="Hi", stats=once)
+    *_, line = display(talks.add(ASKED, message))
+    assert line["metadata"]["title"].startswith("1 token ·")
+    assert "Prompt: 1 token, none cached" in line["content"][0]["text"]
+    assert "Answer: 1 token in 500 ms" in line["content"][0]["text"]
