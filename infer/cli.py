@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import NoReturn
 
 from infer import __version__
 from infer.errors import (
@@ -87,34 +87,59 @@ COMMANDS: dict[str, tuple[str, str, str, str]] = {
 RANKED = ("chat", "generate", "serve", "bench")  # the first rank runs them, the others follow it
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line: the usage of some commands fills a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. User mistakes end in one line and status 2."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except InferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:2] == ["bench", "serve"]:
         arguments[:2] = ["bench-serve"]
     name = next((a for a in arguments if not a.startswith("-")), None)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="infer", description="Language-model inference whose whole state is a value."
     )
     parser.add_argument("--version", action="version", version=f"purestep {__version__}")
+    chosen = parser
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command, (text, module, add, _) in COMMANDS.items():
-        listed: Any = (
-            {} if "-" in command else {"help": text}
-        )  # `bench serve` is listed with `bench`
+        if "-" in command and command != name:
+            continue  # `bench serve` is listed with `bench`
         sub = commands.add_parser(
             command,
             prog=f"infer {command.replace('-', ' ')}",
             description=text[0].upper() + text[1:] + ".",
-            **listed,
+            help=text,
         )
         if command == name:
+            chosen = sub
             getattr(import_module(module), add)(sub)
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}")
     _, module, _, run = COMMANDS[args.command]
     if args.command in RANKED and getattr(args, "tp", None) != 1 and follows_torchrun():
         return 0
-    return _guarded(getattr(import_module(module), run), args)
+    status: int = getattr(import_module(module), run)(args)
+    return status
 
 
 def follows_torchrun() -> bool:
@@ -126,21 +151,6 @@ def follows_torchrun() -> bool:
 
     follow_torchrun(int(os.environ["RANK"]))
     return True
-
-
-def _guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    try:
-        return run(args)
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except InferError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        return 141
 
 
 if __name__ == "__main__":

@@ -123,16 +123,21 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
         ConfigError: a count out of range, or a trace that cannot be read.
     """
     rng = random.Random(args.seed)
-    for name in ("requests", "input_tokens", "output_tokens", "vocab"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name} is {getattr(args, name)}, it must be at least 1")
+    for name in ("requests", "input_tokens", "output_tokens", "vocab", "concurrency"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, it must be at least 1")
+    if args.warmup < 0:
+        raise ConfigError(f"warmup is {args.warmup}, it must be at least 0")
+    if not args.timeout > 0:
+        raise ConfigError(f"timeout is {args.timeout}, it must be above 0")
 
     def prompt(count: int) -> list[int]:
         return [rng.randrange(args.vocab) for _ in range(count)]
 
     if args.trace is not None:
         return _trace_jobs(args.trace, prompt, args.output_tokens)
-    if args.rate is not None and args.rate <= 0:
+    if args.rate is not None and not args.rate > 0:
         raise ConfigError(f"rate is {args.rate}, it must be above 0")
     at = 0.0
     jobs = []
@@ -156,7 +161,9 @@ def _trace_jobs(path: str, prompt: Callable[[int], list[int]], output_tokens: in
                     max_tokens=int(row.get("output_tokens", output_tokens)),
                 )
             )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"trace {path}, line {len(jobs) + 1}: {error!r}") from error
     if not jobs:
         raise ConfigError(f"trace {path} has no requests")
@@ -193,8 +200,6 @@ async def measure(args: argparse.Namespace, jobs: Sequence[Job], url: str) -> di
 async def _closed_loop(
     send: Callable[[Job], Awaitable[Result]], jobs: Sequence[Job], clients: int
 ) -> list[Result]:
-    if clients < 1:
-        raise ConfigError(f"concurrency is {clients}, it must be at least 1")
     left = iter(jobs)
     results: list[Result] = []
 

@@ -88,6 +88,10 @@ def load(
     kind = pick_dtype(dtype, target)
     if threads is not None and threads < 1:
         raise ConfigError(f"threads is {threads}, it must be at least 1")
+    if threads is not None and threads > (most := os.cpu_count() or threads):
+        raise ConfigError(
+            f"threads is {threads}, this machine has {most} CPUs; take at most {most}"
+        )
     found = _find(model, load_format, state_dict, config, seed, progress)
     place = pick_tp(tp, found.config, target)
     if place.link is not None and threads is None and target.type == "cpu":

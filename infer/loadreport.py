@@ -51,7 +51,9 @@ class Slo:
             try:
                 bounds[name.strip()] = float(value)
             except ValueError:
-                raise ConfigError(f"slo {part!r}: the bound must be seconds") from None
+                raise ConfigError(
+                    f"slo has {part!r}; a bound is a name and seconds, like ttft=0.5"
+                ) from None
         unknown = set(bounds) - {"ttft", "tpot", "e2e"}
         if unknown:
             raise ConfigError(f"slo has {unknown.pop()!r}; the bounds are ttft, tpot and e2e")

@@ -92,8 +92,6 @@ def run(
     if ready_s is not None:
         figures.append(Figure(workload="start", name="load to ready", value=ready_s, unit="s"))
     for name in names:
-        if name not in WORKLOADS:
-            raise ConfigError(f"unknown workload {name!r}; choose start, {', '.join(WORKLOADS)}")
         figures += WORKLOADS[name](llm)
     where = conditions(llm)
     if as_json:
@@ -133,11 +131,18 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of Markdown")
     parser.add_argument("--profile", metavar="DIR", help="also write a trace and a kernel table")
-    parser.add_argument("--profile-batch", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--profile-batch", type=int, metavar="N", help="sequences in that trace (default: 1)"
+    )
 
 
 def run_bench(make: Callable[[], LLM], args: argparse.Namespace) -> int:
-    """``infer bench``: build the engine, measure, report."""
+    """``infer bench``: build the engine, measure, report.
+
+    Raises:
+        ConfigError: an unknown workload, or a profile that cannot be made.
+    """
+    _check(args)
     started = time.perf_counter()
     llm = make()
     llm.generate([[1, 2, 3]], fixed_length(1), progress=False)
@@ -147,5 +152,17 @@ def run_bench(make: Callable[[], LLM], args: argparse.Namespace) -> int:
     names = [name for name in args.workloads if name != "start"]
     run(llm, names, ready_s=ready if "start" in args.workloads else None, as_json=args.json)
     if args.profile:
-        profile(llm, args.profile, args.profile_batch)
+        profile(llm, args.profile, args.profile_batch or 1)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Before a model is loaded and the first workloads are measured."""
+    for name in args.workloads:
+        if name != "start" and name not in WORKLOADS:
+            raise ConfigError(f"unknown workload {name!r}; choose start, {', '.join(WORKLOADS)}")
+    batch = args.profile_batch
+    if batch is not None and batch < 1:
+        raise ConfigError(f"profile_batch is {batch}, it must be at least 1")
+    if batch is not None and not args.profile:
+        raise ConfigError(f"profile_batch is {batch}, but nothing is profiled; add --profile DIR")

@@ -24,7 +24,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="enable_thinking of the chat template",
     )
-    add_sampling_options(parser)
+    add_sampling_options(parser, without=("n", "logprobs", "prompt_logprobs"))  # only text is shown
     add_engine_options(parser, without=("seed",))  # --seed is the request's
 
 

@@ -28,8 +28,8 @@ NUMBERS: dict[str, tuple[type, str]] = {
 }
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option for every field of ``SamplingParams``."""
+def add_sampling_options(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
+    """Add one option for every field of ``SamplingParams`` but those ``without``."""
     group = parser.add_argument_group("sampling")
 
     def add(name: str, **how: Any) -> None:
@@ -37,6 +37,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, dest=name, default=argparse.SUPPRESS, **how)
 
     for name, (kind, text) in NUMBERS.items():
+        if name in without:
+            continue
         add(name, type=kind, metavar="N" if kind is int else "X", help=text)
     add("stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     add(

@@ -53,20 +53,22 @@ def run_trace(args: argparse.Namespace) -> int:
         return _cases(args)
     if args.file is None:
         raise ConfigError(f"infer trace {args.action} needs a FILE: a trace that was recorded")
-    from infer.trace.files import read
+    from infer.trace.files import damage_told, read
 
     events = read(args.file)
     if args.action == "replay":
         return _replay(args, events)
-    with _output(args.out) as out:
+    with damage_told(args.file):
         if args.action == "view":
             from infer.trace.view import draw
 
-            out.write(draw(events, steps=args.step, details=not args.brief) + "\n")
+            text = draw(events, steps=args.step, details=not args.brief)
         else:
             from infer.trace.perfetto import chrome_trace
 
-            out.write(chrome_trace(events) + "\n")
+            text = chrome_trace(events)
+    with _output(args.out) as out:
+        out.write(text + "\n")
     return 0
 
 

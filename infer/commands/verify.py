@@ -28,13 +28,14 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Compare and report; status 1 if a comparison failed."""
+    """Compare and report; status 1 if a comparison failed, or none was made."""
     from infer.verify.report import as_json, summary, table
     from infer.verify.run import ALL_CHECKS, verify
 
     if args.list:
+        width = max(len(check.name) for check in ALL_CHECKS)
         for check in ALL_CHECKS:
-            print(f"{check.name:14}{check.title}")
+            print(f"{check.name:{width}}  {check.title}")
         return 0
     _check_writable(args.html)
     done: list[Any] = []

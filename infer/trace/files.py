@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -31,15 +32,37 @@ def read(path: str) -> list[Event]:
     events = list(_lines(path))
     if not events:
         raise ConfigError(f"{path} is empty")
-    setup_of(events[0], ())
+    with damage_told(path):
+        setup_of(events[0], ())
     return events
+
+
+@contextmanager
+def damage_told(path: str) -> Iterator[None]:
+    """Around work on a trace: an event that lacks something is the file's fault.
+
+    Raises:
+        ConfigError: an event is damaged.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} has a damaged event ({type(error).__name__}: {error}); record it again"
+        ) from error
 
 
 def _lines(path: str) -> Iterator[Event]:
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                value = json.loads(line)
+                try:
+                    value = json.loads(line)
+                except ValueError as error:
+                    raise ConfigError(
+                        f"{path}, line {number} is not JSON ({error}); "
+                        "the file is damaged or was cut off"
+                    ) from error
                 if not isinstance(value, dict) or "event" not in value:
                     raise ConfigError(f"{path}, line {number} is not an event")
                 yield value

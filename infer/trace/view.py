@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from infer.errors import ConfigError
 from infer.trace.record import Event
 
 MAX_VALUES = 12  # of a list, the rest in the middle is left out
@@ -14,10 +15,19 @@ MAX_COLUMNS = 6  # requests side by side
 
 
 def draw(events: Sequence[Event], *, steps: Sequence[int] = (), details: bool = True) -> str:
-    """The timeline, then every step (or the chosen ones) in detail."""
+    """The timeline, then every step (or the chosen ones) in detail.
+
+    Raises:
+        ConfigError: a chosen step is not in the trace.
+    """
     lines = [*_head(events[0]), "", *_timeline(events)]
+    there = sorted({e["step"] for e in events if "step" in e})
+    for step in steps:
+        if step not in there:
+            known = f"has steps {there[0]} to {there[-1]}" if there else "has none"
+            raise ConfigError(f"step is {step}, the trace {known}")
     if details:
-        for step in sorted({e["step"] for e in events if "step" in e}):
+        for step in there:
             if not steps or step in steps:
                 lines += ["", *_step(step, [e for e in events if e.get("step") == step])]
     return "\n".join(lines)
