@@ -36,6 +36,14 @@ class Host:
     dirty: tuple[int, ...] = field(default=())  # rows the device has not heard of (fork, restore)
     cohort: Cohort | None = None  # of the last step, if that was all rows decoding
 
+    def __repr__(self) -> str:
+        """In a line: written out, its arrays fill screens."""
+        return (
+            f"<step {self.step} is next, {len(self.seqs.rows_of)} requests admitted, "
+            f"{len(self.waiting)} waiting, "
+            f"{self.pool.num_available} of {self.pool.num_blocks} blocks available>"
+        )
+
 
 def make(limits: Limits) -> Host:
     """An empty host state."""

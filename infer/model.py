@@ -19,8 +19,8 @@ class Model:
     name: str  # as the user wrote it
     path: str | None  # where it was read from; None for a state_dict or random weights
     config: ModelConfig
-    weights: Weights
-    tokenizer: Tokenizer | None  # None: token ids in, token ids out
+    weights: Weights = field(repr=False)  # to print them would copy them from the device
+    tokenizer: Tokenizer | None = field(repr=False)  # None: token ids in, token ids out
     device: torch.device
     dtype: torch.dtype
     tp: TP = field(default_factory=TP)

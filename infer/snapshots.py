@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,8 +28,9 @@ class Snapshot:
 
     host: Host
     config: EngineConfig
-    kv_blocks: Int32  # i32[N], block ids
-    kv: tuple[Tensor, ...] | None  # K and V a layer, [N, block_size, num_kv_heads, head_dim], CPU
+    kv_blocks: Int32 = field(repr=False)  # i32[N], block ids
+    # K and V a layer, [N, block_size, num_kv_heads, head_dim], on the CPU
+    kv: tuple[Tensor, ...] | None = field(repr=False)
     # Log-probabilities of the prompts that are computed in part, as the state keeps them.
     prompt_parts: Mapping[str, tuple[tuple[int, LogprobArrays], ...]]
 

@@ -27,9 +27,9 @@ class EngineState:
     """
 
     host: Host
-    kv: KVCache
-    rows: RowState
-    runtime: Runtime
+    kv: KVCache = field(repr=False)  # to print it would copy it from the device
+    rows: RowState = field(repr=False)
+    runtime: Runtime = field(repr=False)
     limits: Limits
     config: EngineConfig  # with every open choice decided
     generation: int = 0  # must equal the runtime's; an older state was already advanced
