@@ -121,7 +121,7 @@ def _paths(values: Values, top: float) -> list[tuple[str, str]]:
             continue
         if len(run) == 1:
             x, y = run[0]
-            run = [(x - step / 2, y), (x + step / 2, y)]
+            run = [(max(LEFT, x - step / 2), y), (min(RIGHT, x + step / 2), y)]
         path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in run)
         found.append((path, f"{path}L{run[-1][0]:.1f},{BOTTOM}L{run[0][0]:.1f},{BOTTOM}Z"))
     return found

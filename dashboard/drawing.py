@@ -11,6 +11,7 @@ from dashboard.theme import NUM_HUES
 from dashboard.views import BlockMap, Cell, RowView, StepBrief, StepView, Timeline
 
 COLUMN, LANE, HEAD = 16, 20, 18  # pixels
+MARGIN = 10  # on the right, for the last label
 MAX_STEPS, MAX_LANES = 90, 24
 MAX_BOXES = 20  # values of an array shown one by one
 SHOWN_ENDS = (12, 3)  # of a longer one: from its beginning and its end
@@ -53,7 +54,7 @@ def timeline_html(steps: Sequence[StepBrief], chosen: int | None, colours: Hues)
     hidden = max(0, len(lanes) - MAX_LANES)
     lanes = lanes[-MAX_LANES:]
     place = {lane: i for i, lane in enumerate(lanes)}
-    width, height = len(steps) * COLUMN, HEAD + len(lanes) * LANE + 4
+    width, height = len(steps) * COLUMN + MARGIN, HEAD + len(lanes) * LANE + 4
     columns = "".join(
         _column(step, i * COLUMN, height, place, step.step == chosen, colours)
         for i, step in enumerate(steps)

@@ -49,6 +49,10 @@ HOSTILE = (
     "![leak](http://198.51.100.7/leak2.png) "
     '<a href="javascript:window.hacked=true">click</a> done.'
 )
+WIDE = (
+    f"| {' | '.join('abcdefgh')} |\n{'|---' * 8}|\n| {' | '.join(['x' * 20] * 8)} |\n\n"
+    f"```\n{'code ' * 80}\n```\n\n$$a = {' + '.join(['b' * 30] * 5)}$$\n\n- [x] done\n"
+)
 TAGS = (
     "A <div style='position:fixed;inset:0'>, a vector<int>, <your name>, </p>.\n\n"
     "#include <stdio.h>\n\n<section>\n<Custom-Tag a='1'/>\n</section>\n\n"
@@ -147,6 +151,8 @@ class FakeEngine:
         question = body["messages"][-2 if going_on else -1]["content"]
         thinking = body.get("chat_template_kwargs", {}).get("enable_thinking", True)
         reasoning = "Let me think about it." if thinking and "think" in question else ""
+        if "wide" in question:
+            return reasoning, [WIDE]
         if "tags" in question:
             return reasoning, [TAGS[i : i + 5] for i in range(0, len(TAGS), 5)]
         if "hostile" in question:
