@@ -78,7 +78,7 @@ def test_the_keyboard_is_seen(open_page: Callable[..., Any]) -> None:
     page = open_page()
     for inner, framed in (("#msg textarea", "#msg"), ("#system textarea", "#system textarea")):
         page.get_by_role("button", name="New conversation").focus()
-        colour = "getComputedStyle(document.querySelector('%s')).borderColor" % framed
+        colour = f"getComputedStyle(document.querySelector('{framed}')).borderColor"
         page.wait_for_timeout(400)
         before = page.evaluate(colour)
         page.locator(inner).focus()
