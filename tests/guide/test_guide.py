@@ -7,6 +7,7 @@ What needs a clone, a server or Docker is in ``test_server_commands``.
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 import shlex
 import sys
@@ -138,3 +139,56 @@ def test_the_eight_steps_are_eight() -> None:
     part = text[text.index("in eight steps") : text.index("## Adding an architecture")]
     numbers = [line.split(".")[0] for line in part.splitlines() if line[:1].isdigit()]
     assert numbers == [str(i) for i in range(1, 9)]
+
+
+# The row of the guide's comparison: that of the measurements.
+MEASURED = {
+    "a decode step, 1 sequence": "decode ms/step, batch 1",
+    "32 sequences": "batch 32",
+    "256 sequences": "batch 256",
+    "first token of a prompt of 128": "time to first token, 128 tokens, ms",
+    "256 requests of 100 to 1,024 tokens in and out": "256 requests offline, output tok/s",
+    "from the command to ready, nothing cached": "cold start to ready, s",
+}
+
+
+def _rows(text: str) -> dict[str, list[str]]:
+    """Every table row by its first cell; of rows with the same one, the first."""
+    rows: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("| "):
+            name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+            rows.setdefault(name, cells)
+    return rows
+
+
+def _number(cell: str) -> str:
+    return cell.split()[0].strip("*").replace(",", "")
+
+
+def _rounded(measured: str, shown: str) -> str:
+    """``measured`` with as many decimals as ``shown``."""
+    return f"{float(measured):.{len(shown.partition('.')[2])}f}"
+
+
+def test_figures_are_those_that_were_measured() -> None:
+    """The newest column of a run on a GPU is in bold; those of the peers come last."""
+    guide = _rows((ROOT / "README.md").read_text())
+    results = _rows((ROOT / "tests" / "bench" / "RESULTS.md").read_text())
+    for row, source in MEASURED.items():
+        shown = [_number(cell) for cell in guide[row]]
+        cells = results[source]
+        newest = next(cell for cell in cells if cell.startswith("**"))
+        measured = [_number(cell) for cell in (*cells[-2:], newest)]
+        assert shown == [_rounded(m, s) for m, s in zip(measured, shown, strict=True)], row
+
+
+def test_figures_of_the_cpu_are_those_that_were_measured() -> None:
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    part = text[text.index("Two cores of a Xeon") : text.index("Conditions, misses")]
+    shown = re.findall(r"(\d+) (?:tokens|for|ms)|makes (\d+)|of (\d+)\.", part)
+    numbers = [next(filter(None, found)) for found in shown]
+    results = _rows((ROOT / "tests" / "bench" / "RESULTS.md").read_text())
+    rows = ("1 request, decode, tok/s", "16 requests, decode, tok/s", "first token, 1 request, ms")
+    newest = slice(2, 4)  # ours, and that of transformers in the same run
+    assert numbers == [f"{float(_number(c)):.0f}" for row in rows for c in results[row][newest]]
