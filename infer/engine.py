@@ -146,7 +146,15 @@ def _collect(model: Model, state: EngineState, ticket: Ticket) -> tuple[EngineSt
 
 
 def step(model: Model, state: EngineState) -> tuple[EngineState, Report]:
-    """One round of continuous batching: ``collect`` after ``launch``."""
+    """One round of continuous batching: ``collect`` after ``launch``.
+
+    ``state`` is used up: go on from the one that is returned. The report says what was planned,
+    accepted and finished; a state without work gives an empty one.
+
+    Raises:
+        StateError: the state was already advanced, or launched steps are not collected yet.
+        EngineError: another rank failed; the message names it and the cause.
+    """
     state, ticket = launch(model, state)
     return collect(model, state, ticket)
 

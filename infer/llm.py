@@ -180,6 +180,11 @@ class LLM:
         if isinstance(prompt, str):
             encoded: list[int] = self._tokenizer().encode(prompt)
             return encoded
+        if isinstance(prompt, Mapping):
+            raise RequestError(
+                "a prompt is a mapping, it must be a text or token ids; messages are for chat",
+                param="prompt",
+            )
         if prompt and isinstance(prompt[0], Mapping):
             return self._chat_ids(prompt, None, template)  # type: ignore[arg-type]
         return prompt  # type: ignore[return-value]
@@ -194,6 +199,8 @@ class LLM:
     ) -> list[Request]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(ids)
+        if isinstance(params, Mapping):
+            raise RequestError("params is a mapping, it must be SamplingParams", param="params")
         if len(params) != len(ids):
             raise RequestError(
                 f"{len(params)} sampling parameters for {len(ids)} prompts; give one, or one each",

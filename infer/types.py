@@ -18,6 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_LOGPROBS = 20
 MAX_N = 64
+COUNTS = ("top_k", "seed", "n", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 
 
 class FinishReason(StrEnum):
@@ -86,6 +87,9 @@ class SamplingParams:
             if name in ("top_p", "repetition_penalty"):
                 ok = ok and value > 0
             _check(ok, name, value, text)
+        for name in COUNTS:
+            value = getattr(self, name)
+            _check(value is None or hasattr(value, "__index__"), name, value, "a whole number")
         top_k = self.top_k
         _check(top_k is None or top_k >= -1, "top_k", top_k, "-1 or 0 (off) or a positive count")
         _check(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
@@ -144,6 +148,7 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
+        _check(isinstance(self.params, SamplingParams), "params", self.params, "SamplingParams")
         _check(
             len(self.prompt_token_ids) > 0,
             "prompt",

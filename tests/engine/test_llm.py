@@ -37,6 +37,13 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
         llm.generate(two, [greedy(2)] * 3, progress=False)
 
 
+def test_mappings_in_the_place_of_prompts_or_parameters(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="messages are for chat"):
+        llm.generate([{"role": "user", "content": "Hi."}])  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="it must be SamplingParams"):
+        llm.generate([1, 2, 3], {"max_tokens": 2})  # type: ignore[arg-type]
+
+
 def test_metrics_are_in_order(llm: LLM) -> None:
     (output,) = llm.generate(list(prompts(1)[0]), greedy(6), progress=False)
     m = output.metrics

@@ -22,6 +22,9 @@ from tests.engine.models import Run, engine, greedy, model, prompts, requests
         ({"max_tokens": -1}, ("max_tokens", "-1", "at least 1")),
         ({"stop": tuple("abcdefghijklmnopq")}, ("stop", "17", "16")),
         ({"n": 0}, ("n is 0", "from 1")),
+        ({"n": "2"}, ("n is '2'", "a whole number")),
+        ({"max_tokens": 2.5}, ("max_tokens", "2.5", "a whole number")),
+        ({"seed": 0.5}, ("seed", "0.5", "a whole number")),
         ({"logprobs": 21}, ("logprobs", "21", "20")),
     ],
     ids=str,
@@ -30,6 +33,11 @@ def test_parameters_out_of_range(options: dict[str, object], words: tuple[str, .
     with pytest.raises(RequestError) as caught:
         SamplingParams(**options)  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words)
+
+
+def test_parameters_that_are_none() -> None:
+    with pytest.raises(RequestError, match="it must be SamplingParams"):
+        Request(request_id="a", prompt_token_ids=(1,), params={"n": 1})  # type: ignore[arg-type]
 
 
 def test_an_empty_prompt() -> None:
