@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
@@ -68,7 +69,7 @@ class Draft:
         )
 
     def message(self, *, stopped: bool = False, error: InferError | None = None) -> Message:
-        """The message to show; with statistics once it has ended."""
+        """The message to show."""
         ended = stopped or error is not None or self.finish_reason is not None
         return Message(
             role="assistant",
@@ -76,7 +77,7 @@ class Draft:
             reasoning=self.reasoning,
             thinking_s=self._thinking_s(ended),
             error=None if error is None else explain(error),
-            stats=self._stats(stopped, error) if ended else None,
+            stats=self._stats(stopped, error),
             settings=self.settings,
         )
 
@@ -105,7 +106,9 @@ class Draft:
             total_s=round(past.total_s + own.total_s, 4),
             tokens_per_s=past.tokens_per_s if own.tokens_per_s is None else own.tokens_per_s,
             prompt_tokens=prompt,
-            cached_tokens=min(own.cached_tokens, prompt),
+            cached_tokens=past.cached_tokens
+            if self.usage is None
+            else min(own.cached_tokens, prompt),
             completion_tokens=past.completion_tokens + own.completion_tokens,
             finish_reason=own.finish_reason,
         )
@@ -163,4 +166,5 @@ def explain(error: InferError) -> str:
         case EngineUnavailable():
             return f"The engine is not available: {error}"
         case _:
-            return str(error)
+            said = re.sub(r"^request '[^']*': ", "", str(error))  # the reader has but this one
+            return said[:1].upper() + said[1:]

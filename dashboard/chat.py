@@ -170,16 +170,10 @@ class ChatPage:
 
         ``stored`` is the conversation this browser tab had open, if any.
         """
-        state = talks.new()
-        if stored:
-            try:
-                state = talks.from_json(stored)
-            except RequestError as error:
-                gr.Warning(str(error))
+        state = self._stored(stored)
         if insight is not None:
             self.max_model_len = insight.engine.max_model_len
         values = self._shown(state)
-        values[-1] = gr.skip()  # it is in the storage already, or empty
         known = insight is not None
         values += [
             state.system,
@@ -294,16 +288,19 @@ class ChatPage:
         return values
 
     async def _open(self, data: gr.EventData, request: gr.Request) -> list[Any]:
-        text = data._data.get("text")
+        state = self._stored(data._data.get("text"))
+        self.turns.leave(_session(request), state)
+        return [*self._shown(state), state.system]
+
+    def _stored(self, text: str | None) -> Conversation:
+        """The conversation in the browser's storage, or a new one."""
+        if not text:
+            return talks.new()
         try:
-            state = talks.from_json(text) if text else talks.new()
+            return talks.without_gap(self.turns.regained(talks.from_json(text)))
         except RequestError as error:
             gr.Warning(str(error))
-            state = talks.new()
-        self.turns.leave(_session(request), state)
-        values = self._shown(state)
-        values[-1] = gr.skip()
-        return [*values, state.system]
+            return talks.new()
 
     def _shown(self, state: Conversation) -> list[Any]:
         return [state, display(state), gr.skip(), self._meter(state), talks.to_json(state)]

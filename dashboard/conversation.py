@@ -17,6 +17,7 @@ VERSION = 1
 MAX_TITLE = 60
 T = TypeVar("T")
 UNTITLED = "New conversation"
+UNANSWERED = "The page was left before an answer was complete. Retry asks again."
 CUT_OFF = ("length", "stopped", "error")  # the ends of an answer that was not complete
 
 
@@ -30,7 +31,7 @@ class Stats:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
     completion_tokens: int = 0
-    finish_reason: str = ""  # stop, length, stopped (by the user) or error
+    finish_reason: str = ""  # stop, length, stopped (by the user) or error; blank: not yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,28 @@ def cut_off(conversation: Conversation) -> Message | None:
     if last is None or last.stats is None or not (last.text or last.reasoning):
         return None
     return last if last.stats.finish_reason in CUT_OFF else None
+
+
+def left(conversation: Conversation) -> Conversation | None:
+    """``conversation``, whose last answer was left while it grew; None if it had not begun."""
+    last = conversation.messages[-1]
+    if last.stats is None or not (last.text or last.reasoning):
+        return None
+    stats = last.stats
+    if not stats.finish_reason:
+        stats = replace(stats, finish_reason="stopped")
+    thinking = last.thinking_s
+    if last.reasoning and thinking is None:
+        thinking = stats.total_s
+    last = replace(last, stats=stats, thinking_s=thinking)
+    return replace(conversation, messages=(*conversation.messages[:-1], last))
+
+
+def without_gap(conversation: Conversation) -> Conversation:
+    """``conversation``, whose last question may have got no answer; then it is said."""
+    if not conversation.messages or conversation.messages[-1].role != "user":
+        return conversation
+    return add(conversation, Message(role="assistant", text="", error=UNANSWERED))
 
 
 def reopened(message: Message) -> Message:

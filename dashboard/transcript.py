@@ -81,7 +81,7 @@ def _entries(message: Message) -> list[dict[str, Any]]:
     if message.error is not None:
         title = {"title": "The answer failed", "status": "done"}
         entries.append(_entry("assistant", message.error, {**title, "status": "pending"}))
-    if message.stats is not None and message.error is None:
+    if message.stats is not None and message.stats.finish_reason and message.error is None:
         metadata = {"title": stats_title(message.stats), "status": "done"}
         entries.append(_entry("assistant", stats_text(message.stats), metadata))
     return entries

@@ -11,6 +11,7 @@ One event loop uses all of this.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,6 +21,7 @@ from dashboard import conversation as talks
 from dashboard.conversation import Conversation, Message
 
 PATIENCE_S = 5.0  # for a turn that was left and is about to end
+MAX_ABANDONED = 64  # turns that are kept for a page that comes back
 
 
 class Phase(Enum):
@@ -50,6 +52,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._running: dict[str, Turn] = {}
+        self._abandoned: OrderedDict[str, Turn] = OrderedDict()  # by conversation
 
     async def free(self, session: str) -> bool:
         """Whether a question may be asked; a turn that was left is given time to end."""
@@ -116,3 +119,17 @@ class Turns:
         turn.ended.set()
         if self._running.get(session) is turn:
             del self._running[session]
+        if turn.kept:
+            self._abandoned[turn.asked.id] = turn
+            while len(self._abandoned) > MAX_ABANDONED:
+                self._abandoned.popitem(last=False)
+
+    def regained(self, stored: Conversation) -> Conversation:
+        """``stored`` with what was written of its last answer when its page was gone."""
+        turn = self._abandoned.pop(stored.id, None)
+        left = None if turn is None else talks.left(turn.state)
+        if turn is None or left is None:
+            return stored
+        length = len(turn.asked.messages) + (turn.before is not None)
+        same = stored.messages[: len(turn.asked.messages)] == turn.asked.messages
+        return left if same and len(stored.messages) == length else stored

@@ -316,6 +316,13 @@
     next.focus();
   }
 
+  function leaveEdit(event) {
+    if (event.key !== "Escape" || !event.target.matches("textarea.edit-textarea")) return;
+    const cancel = document.querySelector("#bot button[aria-label=Cancel]");
+    if (cancel) cancel.click();
+    document.querySelector("#msg textarea").focus();
+  }
+
   function start() {
     const observer = new MutationObserver(() => {
       if (observer.due) return;
@@ -327,6 +334,7 @@
     document.addEventListener("pointerover", (event) => tokenDetail(event.target));
     document.addEventListener("focusin", (event) => tokenDetail(event.target));
     document.addEventListener("keydown", walk);
+    document.addEventListener("keydown", leaveEdit);
   }
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
   else start();

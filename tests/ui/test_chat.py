@@ -104,6 +104,12 @@ def test_retry_edit_and_undo(open_page: Callable[..., Any], site: Site) -> None:
     expect(page.locator("#bot [data-testid=user]")).to_have_count(1)
 
     page.get_by_role("button", name="Edit", exact=True).first.click()
+    page.get_by_label("Edited message").fill("no question")
+    page.get_by_label("Edited message").press("Escape")
+    expect(page.get_by_label("Edited message")).to_have_count(0)
+    expect(page.locator("#bot [data-testid=user]")).to_contain_text("first question")
+    expect(page.locator("#msg textarea")).to_be_focused()
+    page.get_by_role("button", name="Edit", exact=True).first.click()
     page.get_by_label("Edited message").fill("better question")
     page.get_by_role("button", name="Submit", exact=True).click()
     until(lambda: len(site.engine.bodies) == 3, 5)
@@ -348,6 +354,46 @@ def test_leaving_frees_the_engine(
     ask(page, "still there?")
     finished(page)
     watch.forgive(*LEAVING)
+
+
+def test_an_answer_survives_a_reload(
+    open_page: Callable[..., Any], site: Site, watch: Watch
+) -> None:
+    page = open_page()
+    ask(page, "a long one")
+    expect(page.locator(BOT).first).to_contain_text("word5")
+    page.reload()
+    ready(page)
+    expect(page.locator(BOT).first).to_contain_text("word5")
+    expect(page.locator("#bot .thought-group").last).to_contain_text("stopped by you")
+    seen = page.locator(BOT).first.inner_text().split()
+    assert seen == [f"word{i}" for i in range(len(seen))]
+    page.wait_for_function("Object.values(localStorage).some((text) => text.includes('word5'))")
+    page.get_by_role("button", name="Continue", exact=True).click()
+    expect(page.locator(BOT).first).to_contain_text(f"word{len(seen) + 3}")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    watch.forgive(*LEAVING)
+
+
+def test_a_question_that_got_no_answer_can_be_asked_again(
+    open_page: Callable[..., Any], site: Site
+) -> None:
+    page = open_page()
+    page.evaluate(
+        """() => {
+          const messages = [{ role: 'user', text: 'anybody?' }];
+          const talk = { id: 'a', title: 'anybody?', created: 1, updated: 1, messages };
+          localStorage.setItem('purestep.conversation.a', JSON.stringify(talk));
+          sessionStorage.setItem('purestep.open', 'a');
+        }"""
+    )
+    page.reload()
+    ready(page)
+    expect(page.locator("#bot")).to_contain_text("left before an answer was complete")
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator(BOT).first).to_contain_text("word11")
+    assert [m["content"] for m in site.engine.bodies[-1]["messages"]] == ["anybody?"]
 
 
 def test_conversations_are_kept_renamed_and_deleted(

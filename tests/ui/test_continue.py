@@ -12,12 +12,12 @@ import pytest
 from playwright.sync_api import expect
 
 from dashboard import conversation as talks
-from dashboard.answering import answer
+from dashboard.answering import answer, explain
 from dashboard.client import Piece, Usage
 from dashboard.conversation import Message, Stats
 from dashboard.pacing import Pacer
 from dashboard.transcript import display
-from infer.errors import CapacityError
+from infer.errors import CapacityError, RequestError
 from tests.ui.conftest import Site, Watch, ready
 from tests.ui.test_chat import BOT, LEAVING, ask, until
 
@@ -58,7 +58,10 @@ async def test_statistics_are_of_the_whole_answer() -> None:
     usage = Usage(prompt_tokens=30, completion_tokens=5, cached_tokens=25)
     says = Says(Piece(text="ital"), Piece(text=" is Paris.", finish_reason="stop", usage=usage))
     messages = await grown(says, CUT)
-    assert messages[0] == replace(CUT, stats=None, settings={"seed": 1})
+    assert replace(messages[0], stats=None) == replace(CUT, stats=None, settings={"seed": 1})
+    growing = messages[0].stats
+    assert growing is not None and growing.finish_reason == ""  # no end yet
+    assert growing.completion_tokens == 8 and growing.cached_tokens == 16
     last = messages[-1]
     assert (last.text, last.reasoning) == ("The capital is Paris.", CUT.reasoning)
     assert last.thinking_s == 1.5
@@ -323,6 +326,11 @@ def test_a_full_engine_and_a_wrong_setting_lose_nothing(
     button(page).click()
     expect(page.locator("#bot .thought-group").last).to_contain_text("· 10 tokens")
     expect(page.locator("#bot")).not_to_contain_text("queue is full")
+
+
+def test_a_refusal_is_said_without_the_name_of_its_request() -> None:
+    said = explain(RequestError("request 'chatcmpl-1': the prompt has 9 tokens"))
+    assert said == "The prompt has 9 tokens"
 
 
 def test_a_single_token_is_said_as_one() -> None:
