@@ -311,6 +311,7 @@ async def _answer(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:
+        await asyncio.sleep(0)  # a Ctrl-C of before ends this here, and not uvicorn in its start
         await server.serve(sockets=[listener])
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):

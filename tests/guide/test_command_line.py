@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
+from infer.app import _answer
 from infer.cli import main
+from infer.server.config import ServerConfig
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -122,3 +127,19 @@ def test_comparisons_are_listed_with_their_titles(capsys: pytest.CaptureFixture[
     for line in capsys.readouterr().out.splitlines():
         name, _, title = line.partition("  ")
         assert " " not in name and title.strip(), line
+
+
+def test_ctrl_c_while_the_pages_are_mounted(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio cancels the task then; the server's start must not be what finds out."""
+    config = ServerConfig(port=0)
+
+    async def answer() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            await _answer(FastAPI(), None, config, listener, "")  # type: ignore[arg-type]
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(answer())
+    assert "Traceback" not in caplog.text

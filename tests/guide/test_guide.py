@@ -6,6 +6,7 @@ What needs a clone, a server or Docker is in ``test_server_commands``.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import runpy
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from infer.app import add_serve_arguments, serve_plan
 from infer.cli import COMMANDS, main
 from tests.guide.snippets import GUIDE, ROOT, Block, blocks, links
 
@@ -67,6 +69,17 @@ def test_commands(block: Block) -> None:
 def test_snippets(block: Block) -> None:
     code = compile(block.text, str(block), "exec")
     exec(code, {"__name__": "__main__"})  # noqa: S102
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_option_files(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(block.text)
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    plan = serve_plan(parser.parse_args(["--config", str(file), "--port", "1234"]))
+    assert plan.engine["max_num_seqs"] == 64
+    assert plan.server.port == 1234, "the command line wins"
 
 
 def test_nothing_is_left_out() -> None:
