@@ -330,6 +330,7 @@ def _layout() -> Parts:
                 elem_id="bot", label="Conversation", show_label=False, height="100%",
                 layout="bubble", buttons=["copy"], editable="all", latex_delimiters=LATEX,
                 placeholder=EMPTY, allow_tags=False, feedback_options=None, container=False,
+                autoscroll=False,  # it would pull a reader down again (see static/page.js)
             )  # fmt: skip
             box = gr.Textbox(
                 elem_id="msg", label="Message", show_label=False, container=False, lines=1,

@@ -316,6 +316,32 @@
     next.focus();
   }
 
+  // --- the end of the conversation stays in view, unless the reader has scrolled up -----------------
+
+  let view = null;
+  let follows = true;
+  let questions = 0;
+  let top = 0;
+  function scrolled() {
+    const below = view.scrollHeight - view.clientHeight - view.scrollTop;
+    if (below < 40) follows = true;
+    else if (view.scrollTop < top) follows = false;
+    top = view.scrollTop;
+  }
+  function follow() {
+    const now = document.querySelector("#bot .bubble-wrap");
+    if (!now) return;
+    if (now !== view) {
+      view = now;
+      follows = true;
+      view.addEventListener("scroll", scrolled, { passive: true });
+    }
+    const count = view.querySelectorAll("[data-testid=user]").length;
+    if (count !== questions) follows = true; // asked, or another conversation
+    questions = count;
+    if (follows) view.scrollTop = view.scrollHeight;
+  }
+
   function leaveEdit(event) {
     if (event.key !== "Escape" || !event.target.matches("textarea.edit-textarea")) return;
     const cancel = document.querySelector("#bot button[aria-label=Cancel]");
@@ -326,7 +352,7 @@
   function start() {
     const observer = new MutationObserver(() => {
       if (observer.due) return;
-      observer.due = requestAnimationFrame(() => { observer.due = 0; name(document.body); });
+      observer.due = requestAnimationFrame(() => { observer.due = 0; name(document.body); follow(); });
     });
     observer.observe(document.body, { childList: true, subtree: true });
     name(document.body);

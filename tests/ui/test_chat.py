@@ -93,6 +93,39 @@ def test_stop_frees_the_engine_within_a_second(open_page: Callable[..., Any], si
     assert roles == ["user", "assistant", "user"]
 
 
+def test_the_end_of_an_answer_is_followed_until_the_reader_scrolls_up(
+    open_page: Callable[..., Any], site: Site
+) -> None:
+    page = open_page(viewport={"width": 1280, "height": 600})
+    page.locator("#chat-max-tokens input").fill("")
+    ask(page, "a long one")
+    expect(page.locator(BOT).first).to_contain_text("word300", timeout=20_000)
+    view = page.locator("#bot .bubble-wrap")
+    below = "node => node.scrollHeight - node.clientHeight - node.scrollTop"
+    top = "node => node.scrollTop"
+    page.wait_for_function(f"({below})(document.querySelector('#bot .bubble-wrap')) < 40")
+    assert view.evaluate(top) > 0
+    box = view.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.wheel(0, -150)
+    page.wait_for_function(f"({below})(document.querySelector('#bot .bubble-wrap')) > 100")
+    page.wait_for_timeout(300)
+    before = view.evaluate(top)
+    height = view.evaluate("node => node.scrollHeight")
+    page.wait_for_function(
+        f"document.querySelector('#bot .bubble-wrap').scrollHeight > {height} + 50"
+    )
+    assert view.evaluate(top) == before  # read in peace
+    page.mouse.wheel(0, 100_000)
+    height = view.evaluate("node => node.scrollHeight")
+    page.wait_for_function(
+        f"document.querySelector('#bot .bubble-wrap').scrollHeight > {height} + 50"
+    )
+    assert view.evaluate(below) < 40
+    page.get_by_role("button", name="Stop", exact=True).click()
+    finished(page)
+
+
 def test_retry_edit_and_undo(open_page: Callable[..., Any], site: Site) -> None:
     page = open_page()
     ask(page, "first question")
