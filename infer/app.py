@@ -52,7 +52,7 @@ SERVER_TEXTS = {
     "port": "port to listen on; 0: any free one",
     "api_key": f"key that every route but /health asks for; better set {KEY_VARIABLE}",
     "allowed_hosts": "Host header to accept beside the address; may be repeated",
-    "allowed_origins": "web origin that may call from a browser; may be repeated",
+    "allowed_origins": "web origin that may call from a browser, * for any; may be repeated",
     "served_model_name": "name clients use for the model; may be repeated",
     "engine_process": "run the engine in a process of its own; default: on CUDA",
     "dashboard": "the chat page, at /ui",

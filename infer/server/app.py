@@ -64,7 +64,9 @@ def create_app(
                 CORSMiddleware,
                 allow_origins=list(config.allowed_origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-request-id"],
+                # Keys are not cookies: no header gives an allowed page more than it has already.
+                allow_headers=["*"],
+                expose_headers=["retry-after", "x-request-id", "x-should-retry"],
             ),
             Middleware(Guard, config=config, note=services.note),
         ],

@@ -24,7 +24,7 @@ class ServerConfig:
     port: int = 8000  # 0: any free port
     api_key: str | None = None  # asked for on every route but /health
     allowed_hosts: tuple[str, ...] = ()  # Host headers beside the address itself, for proxies
-    allowed_origins: tuple[str, ...] = ()  # web origins that may call from a browser
+    allowed_origins: tuple[str, ...] = ()  # web origins that may call from a browser; *: any
     served_model_name: tuple[str, ...] = ()  # empty: the model's own name; the first is canonical
     engine_process: bool | None = None  # a process of its own; None: on CUDA
     dashboard: bool = True  # the chat page, at /ui

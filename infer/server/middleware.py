@@ -109,7 +109,7 @@ class Guard:
         return hmac.compare_digest(hashlib.sha256(key).digest(), self._digest)
 
     def _same_origin(self, origin: str, host: str) -> bool:
-        if origin in self._config.allowed_origins:
+        if not {origin, "*"}.isdisjoint(self._config.allowed_origins):
             return True
         try:
             return urlsplit(origin).netloc.lower() == host.lower() != ""

@@ -174,6 +174,32 @@ def test_preflight(open_server: Running) -> None:
         assert answer.status_code == status
 
 
+def test_a_page_may_use_openais_client(open_server: Running) -> None:
+    # The JavaScript client sends these with every request, and reads these of every answer.
+    sent = "authorization,content-type,user-agent,x-stainless-lang,x-stainless-retry-count"
+    page = {"origin": "https://app.example"}
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": sent}
+    url = f"{open_server.url}/v1/chat/completions"
+    preflight = httpx.options(url, headers={**page, **asked}, trust_env=False)
+    assert preflight.status_code == 200
+    allowed = preflight.headers["access-control-allow-headers"].lower().split(",")
+    assert set(sent.split(",")) <= {name.strip() for name in allowed}
+    answer = httpx.post(url, json={}, headers=page, trust_env=False)
+    assert answer.status_code == 400
+    exposed = answer.headers["access-control-expose-headers"].lower().split(",")
+    assert {name.strip() for name in exposed} >= {"x-request-id", "x-should-retry", "retry-after"}
+
+
+def test_every_origin_when_told_so() -> None:
+    with serving(allowed_origins=("*",)) as running:
+        for origin in ("https://any.example", "null"):
+            answer = httpx.get(
+                f"{running.url}/v1/models", headers={"origin": origin}, trust_env=False
+            )
+            assert answer.status_code == 200, origin
+            assert answer.headers["access-control-allow-origin"] in ("*", origin)
+
+
 def test_non_loopback_needs_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.com"):
         with pytest.raises(ConfigError, match="API key"):
