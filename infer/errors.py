@@ -19,6 +19,10 @@ class RequestError(InferError):
         self.param = param  # the request field at fault, for error bodies
 
 
+class ContextLengthError(RequestError):
+    """A prompt, or it and the answer asked for, is longer than ``max_model_len``."""
+
+
 class CapacityError(InferError):
     """The engine is full now; the same request can succeed later or on a larger engine."""
 

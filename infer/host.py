@@ -12,7 +12,7 @@ from infer import blocks, prefix, sequences
 from infer.blocks import BlockPool, Int32
 from infer.cohort import Cohort
 from infer.config import GenerationDefaults, Limits
-from infer.errors import RequestError, StateError
+from infer.errors import ContextLengthError, RequestError, StateError
 from infer.persistent import Fifo
 from infer.prefix import Draft, PrefixIndex
 from infer.sequences import FREE, PENALTIES, PROMPT_LOGPROBS, Sequences, Waiting, WaitingRequest
@@ -74,8 +74,10 @@ def num_slots(limits: Limits) -> int:
     return min(limits.max_num_seqs, MAX_PENALTY_SLOTS)
 
 
-def _refuse(request: Request, message: str, param: str) -> RequestError:
-    return RequestError(f"request {request.request_id!r}: {message}", param=param)
+def _refuse(
+    request: Request, message: str, param: str, kind: type[RequestError] = RequestError
+) -> RequestError:
+    return kind(f"request {request.request_id!r}: {message}", param=param)
 
 
 def _token_array(request: Request, vocab_size: int) -> Int32:
@@ -112,6 +114,7 @@ def _validated(
             f"the prompt has {length} tokens and max_model_len is {limits.max_model_len}, "
             "which must also hold the answer; shorten it or raise max_model_len",
             "prompt",
+            ContextLengthError,
         )
     tokens = _token_array(request, limits.vocab_size)
     room = limits.max_model_len - length
@@ -122,6 +125,7 @@ def _validated(
             f"({limits.max_model_len}) by {params.max_tokens - room}; "
             "lower max_tokens, shorten the prompt or raise max_model_len",
             "max_tokens",
+            ContextLengthError,
         )
     if params.min_tokens > room:
         raise _refuse(

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from infer.errors import (
     CapacityError,
+    ContextLengthError,
     EngineError,
     EngineUnavailable,
     InferError,
@@ -61,9 +62,9 @@ class ApiError(Exception):
         return Response(content, self.status, self.headers, media_type="application/json")
 
 
-def bad_request(message: str, *, param: str | None = None) -> ApiError:
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that cannot be answered as it is written."""
-    return ApiError(400, message, param=param)
+    return ApiError(400, message, param=param, code=code)
 
 
 def deadline_error(seconds: float) -> ApiError:
@@ -83,6 +84,8 @@ def to_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ContextLengthError():
+            return bad_request(str(error), param=error.param, code="context_length_exceeded")
         case RequestError():
             return bad_request(str(error), param=error.param)
         case CapacityError():

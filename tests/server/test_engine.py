@@ -120,6 +120,18 @@ async def test_streams_equal_offline_generation(server: Running, folder: Path) -
     server.notes.wait_for(lambda: idle(server))
 
 
+@pytest.mark.parametrize(
+    "change", [{"prompt": [1] * 5000}, {"max_tokens": 5000}], ids=["prompt", "answer"]
+)
+async def test_what_does_not_fit_the_context_has_openais_code(
+    server: Running, change: dict[str, Any]
+) -> None:
+    async with client(server) as http:
+        answer = await http.post("/v1/completions", json={"prompt": [1], **change})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_streams_cut_at_random_leave_nothing_behind(server: Running) -> None:
     rng = random.Random(3)
     async with client(server) as http:

@@ -11,7 +11,13 @@ import pytest
 from infer import wire
 from infer.client import LinkedClient
 from infer.engineloop import Output, Refusal
-from infer.errors import CapacityError, EngineError, EngineUnavailable, RequestError
+from infer.errors import (
+    CapacityError,
+    ContextLengthError,
+    EngineError,
+    EngineUnavailable,
+    RequestError,
+)
 from infer.transport import start_process
 from infer.types import (
     Logprob,
@@ -123,6 +129,7 @@ def test_the_wire_keeps_every_value() -> None:
         refusals=(
             Refusal("x", RequestError("no", param="p")),
             Refusal("y", CapacityError("full")),
+            Refusal("z", ContextLengthError("long", param="prompt")),
         ),
     )
     frames = wire.Frames()
@@ -135,4 +142,5 @@ def test_the_wire_keeps_every_value() -> None:
     assert [(type(r.error), str(r.error)) for r in back.refusals] == [
         (RequestError, "no"),
         (CapacityError, "full"),
+        (ContextLengthError, "long"),
     ]
