@@ -132,6 +132,11 @@ def chat_options(body: ChatBody, config: ServerConfig) -> Options:
     refuse_unknown(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
+    if not 0 <= (body.top_logprobs or 0) <= config.max_logprobs:
+        raise bad_request(
+            f"top_logprobs is {body.top_logprobs}, it must be from 0 to {config.max_logprobs}",
+            param="top_logprobs",
+        )
     if body.parallel_tool_calls is False:
         raise bad_request(
             "parallel_tool_calls: false is not supported; leave it out", param="parallel_tool_calls"
