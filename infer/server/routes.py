@@ -200,6 +200,7 @@ async def _chat(
 ) -> None:
     tools = tools_of(body.tools, services.config)
     use = tool_use_of(body, tools)
+    _check_tools(services, use.tools)
     messages = messages_of(body.messages, services.config)
     variables = template_variables(body.chat_template_kwargs)
     lead = lead_of(body, messages)
@@ -239,6 +240,7 @@ async def _tokenize(services: Services, body: TokenizeBody) -> dict[str, Any]:
     special = body.add_special_tokens is not False
     variables = template_variables(body.chat_template_kwargs)
     tools = tools_of(body.tools, services.config)
+    _check_tools(services, tools)
 
     def encode() -> list[int]:
         if body.prompt is not None:
@@ -290,6 +292,17 @@ def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     if bad is not None:
         raise bad_request(
             f"{param} has the id {bad}; ids are from 0 to {vocab_size - 1}", param=param
+        )
+
+
+def _check_tools(services: Services, tools: list[dict[str, Any]] | None) -> None:
+    """Raise for tools that the model would never see."""
+    templates = services.tokenizer.chat_templates.values()
+    if tools and templates and not any("tools" in template for template in templates):
+        raise bad_request(
+            "this model's chat template shows the model no tools; leave tools out, or use a model "
+            "that was trained to call them",
+            param="tools",
         )
 
 

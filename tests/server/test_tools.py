@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -159,3 +161,26 @@ def test_a_conversation_with_calls_goes_back_to_the_model(
     # What a tool result spells is text to the model, not a control token.
     ids = client.post("/../tokenize", cast_to=object, body={"messages": messages})
     assert ids["tokens"].count(257) == 3  # type: ignore[index]
+
+
+def test_tools_that_the_template_would_not_show_are_refused() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer = replace(fake_tokenizer(), chat_templates={"default": template})
+    with (
+        serving(tokenizer=tokenizer) as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+
+        def ask(**choice: Any) -> Any:
+            return client.chat.completions.create(
+                model="fake", messages=[USER], tools=[WEATHER], max_tokens=2, **choice
+            )
+
+        for choice in ({}, {"tool_choice": "required"}):
+            with pytest.raises(openai.BadRequestError, match="chat template") as caught:
+                ask(**choice)
+            assert caught.value.param == "tools"
+        assert ask(tool_choice="none").choices
+        body = {"messages": [USER], "tools": [WEATHER]}
+        tokenized = httpx.post(f"{running.url}/tokenize", json=body, trust_env=False)
+        assert tokenized.status_code == 400
