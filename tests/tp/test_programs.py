@@ -208,7 +208,7 @@ def test_a_program_that_every_rank_runs(checkpoint: Callable[[str], Path], tmp_p
         "    tokens += report.accepted.tokens.tolist()\n"
         "    if len(tokens) == 4:\n"
         "        state = infer.restore(model, infer.snapshot(state))\n"
-        "print(tokens)\n"
+        "sys.stdout.write(f'{tokens}\\n')  # in one piece: ranks share the pipe\n"
         "dist.destroy_process_group()\n"
     )
     folder = checkpoint("qwen3")
