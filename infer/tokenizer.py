@@ -174,8 +174,8 @@ class Tokenizer:
         wrote what.
 
         Raises:
-            RequestError: no template, a message that is not text, the template refuses, or the last
-                message cannot be continued.
+            RequestError: no template, one that shows no tools, a message that is not text, the
+                template refuses, or the last message cannot be continued.
         """
         ending = (add_generation_prompt, continue_final_message)
         return self._render(messages, ending, tools, variables)[0]
@@ -227,6 +227,12 @@ class Tokenizer:
                 param="messages",
             )
         source = self.chat_templates[name]
+        if tools and "tools" not in source:
+            raise RequestError(
+                "this model's chat template shows the model no tools; leave tools out, or use a "
+                "model that was trained to call them",
+                param="tools",
+            )
         plain = chat.plain_messages(messages, source)
         plain_tools = chat.plain_json(tools, "tools") if tools else None
         plain_variables = chat.check_variables(variables)

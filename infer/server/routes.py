@@ -200,7 +200,6 @@ async def _chat(
 ) -> None:
     tools = tools_of(body.tools, services.config)
     use = tool_use_of(body, tools)
-    _check_tools(services, use.tools)
     messages = messages_of(body.messages, services.config)
     variables = template_variables(body.chat_template_kwargs)
     lead = lead_of(body, messages)
@@ -233,14 +232,14 @@ async def _tokenize(services: Services, body: TokenizeBody) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", param="prompt")
     ending = ending_of(body)
-    if body.prompt is not None and ending != ending_of(TokenizeBody()):
+    tools = tools_of(body.tools, services.config)
+    if body.prompt is not None and (tools or ending != ending_of(TokenizeBody())):
         raise bad_request(
-            "add_generation_prompt and continue_final_message need messages", param="messages"
+            "add_generation_prompt, continue_final_message and tools need messages",
+            param="messages",
         )
     special = body.add_special_tokens is not False
     variables = template_variables(body.chat_template_kwargs)
-    tools = tools_of(body.tools, services.config)
-    _check_tools(services, tools)
 
     def encode() -> list[int]:
         if body.prompt is not None:
@@ -292,17 +291,6 @@ def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     if bad is not None:
         raise bad_request(
             f"{param} has the id {bad}; ids are from 0 to {vocab_size - 1}", param=param
-        )
-
-
-def _check_tools(services: Services, tools: list[dict[str, Any]] | None) -> None:
-    """Raise for tools that the model would never see."""
-    templates = services.tokenizer.chat_templates.values()
-    if tools and templates and not any("tools" in template for template in templates):
-        raise bad_request(
-            "this model's chat template shows the model no tools; leave tools out, or use a model "
-            "that was trained to call them",
-            param="tools",
         )
 
 

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from infer.errors import RequestError
 from infer.types import Request
 from tests.server.fakes import ADDED, FakeModel, fake_tokenizer
 from tests.server.harness import Running, serving
@@ -184,3 +185,11 @@ def test_tools_that_the_template_would_not_show_are_refused() -> None:
         body = {"messages": [USER], "tools": [WEATHER]}
         tokenized = httpx.post(f"{running.url}/tokenize", json=body, trust_env=False)
         assert tokenized.status_code == 400
+    with pytest.raises(RequestError, match="chat template") as offline:
+        tokenizer.encode_chat([USER], tools=[WEATHER])
+    assert offline.value.param == "tools"
+
+
+def test_tools_without_messages_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="tools need messages"):
+        client.post("/../tokenize", cast_to=object, body={"prompt": "a", "tools": [WEATHER]})
