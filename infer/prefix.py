@@ -267,6 +267,7 @@ class Draft:
             list(zip(idle.tolist(), range(first, self.num_releases), strict=True))
         )
         if len(self.idle) > 2 * self.pool.num_blocks + 1024:  # mostly outdated
+            # What _is_idle asks of one, asked of all: over plain lists three times as fast.
             last, held = self.last_use.tolist(), self.pool.ref_count.tolist()
             valid = [(b, number) for b, number in self.idle if last[b] == number and not held[b]]
             self.idle = Fifo(valid, 0, len(valid))
